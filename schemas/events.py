@@ -1,0 +1,493 @@
+"""Every event, as a frozen dataclass: what happened, in the past tense, with its one-line meaning.
+
+Field types are limited to what `avro_form` maps: str, int (64 bits), float, bool, bytes, another dataclass, `X | None`, `tuple[X, ...]`
+and `dict[str, X]`. Times are milliseconds since 1970 and end in `_ms`. A field added later needs a default, or old records can't be read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Attempt:
+    """One try at a request, ordered: first by the generation of the owner's consumer group, then by the owner's own counter."""
+
+    generation: int
+    counter: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Where the answer goes: a partition of a `tokens` topic, and whether its records are `avro` or `json`."""
+
+    topic: str
+    partition: int
+    encoding: str = "avro"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in the log."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen and when to stop. `logprobs` is the number of alternatives a token (0: the chosen one alone), or None.
+
+    `top_k` 0 means all. `max_tokens` None means what is left of the context. `logit_bias` maps a token id, in decimal, to its bias.
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    logit_bias: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One step of a decision: which check, what it found (`passed`, `refused` or a choice), and on what grounds."""
+
+    check: str
+    outcome: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A token that could have come at some place. `text` is its bytes, which may be part of a character."""
+
+    token_id: int
+    text: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The chosen token's log-probability, and the likeliest alternatives, best first."""
+
+    token_id: int
+    text: bytes
+    logprob: float
+    top: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnd:
+    """How one choice ended: tokens made, `stop` or `length`, the stop string or token id that matched, and text still held back."""
+
+    choice: int
+    total: int
+    finish_reason: str
+    stop_reason: str | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceAnswer:
+    """One choice, whole."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    stop_reason: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens that a request used; `cached_tokens` of the prompt were already in the engine's prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """A worker's own durations: waiting in the log and the window, from start to first token, from start to end."""
+
+    queue_ms: float = 0.0
+    first_token_ms: float = 0.0
+    model_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One key of a tenant; only its SHA-256 (hex) is kept."""
+
+    key_id: str
+    sha256: str
+    tiers: tuple[str, ...]
+    created_ms: int
+    revoked_ms: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionReport:
+    """What a worker holds of one work partition: the offset committed, and the records it finished above it."""
+
+    topic: str
+    partition: int
+    committed: int
+    finished_above: int
+
+
+# --- requests.<tier> -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRequested:
+    """A caller asks. Exactly one of `messages`, `prompt`, `prompt_token_ids` is given. The tenant comes from the record's grant.
+
+    `timeout_ms` counts from the record's own timestamp; None takes the model's default. `stream` false lets the worker send larger chunks.
+    """
+
+    request_id: str
+    model: str
+    messages: tuple[Message, ...] | None = None
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    timeout_ms: int | None = None
+    stream: bool = True
+    user: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceCancelled:
+    """A caller no longer wants the answer. On `requests.*` by the caller; on `control` for all workers, once admission has seen it."""
+
+    request_id: str
+    tenant: str = ""
+
+
+# --- work.<model>.<version>.<tier> -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceScheduled:
+    """Work for a worker: what to generate, under which limits, and where to send it. `sampling.max_tokens` is resolved."""
+
+    request_id: str
+    tenant: str
+    model: str
+    version: str
+    tier: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    deadline_ms: int
+    requested_ms: int
+    reply: Reply
+    cache_salt: str
+    stream: bool = True
+    source: Position | None = None
+    time_limit_ms: int | None = None
+
+
+# --- tokens, tokens.<tenant> -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStarted:
+    """A worker began, or went on, generating; `from_tokens` counts, for each choice, the tokens it goes on from."""
+
+    request_id: str
+    tenant: str
+    model: str
+    version: str
+    tier: str
+    attempt: Attempt
+    from_tokens: tuple[int, ...]
+    prompt_tokens: int
+    worker_id: str
+    queue_ms: float = 0.0
+    sampling: Sampling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokensGenerated:
+    """New tokens of one choice: `first` counts the tokens before them; `text` is what may be shown after them and not before."""
+
+    request_id: str
+    choice: int
+    attempt: Attempt
+    first: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationTakenOver:
+    """Another worker owns the request now; whatever a former owner still sends no longer counts."""
+
+    request_id: str
+    tenant: str
+    model: str
+    version: str
+    tier: str
+    attempt: Attempt
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationReleased:
+    """The owner gave the request up unharmed (it is draining); the attempt doesn't count as a failure."""
+
+    request_id: str
+    attempt: Attempt
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceCompleted:
+    """The answer is whole. On `tokens` by the worker, with `attempt`; on `lifecycle` as folded."""
+
+    request_id: str
+    tenant: str
+    model: str
+    version: str
+    tier: str
+    attempt: Attempt
+    choices: tuple[ChoiceEnd, ...]
+    usage: Usage
+    timings: Timings
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceFailed:
+    """The answer will not become whole. `attempt` and `totals` are set by a worker; a timer sets `if_not_started`; a cancel neither.
+
+    On `lifecycle`, as folded, `totals` and `usage` tell what the caller got and pays for.
+    """
+
+    request_id: str
+    tenant: str
+    model: str
+    version: str
+    tier: str
+    reason: str
+    message: str
+    attempt: Attempt | None = None
+    totals: tuple[int, ...] = ()
+    if_not_started: bool = False
+    usage: Usage | None = None
+    source: str = "worker"
+
+
+# --- lifecycle -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceAdmitted:
+    """Admission let a request in: the routing decision, what it reserves, and every check on the way."""
+
+    request_id: str
+    tenant: str
+    key_id: str
+    model: str
+    version: str
+    tier: str
+    reply: Reply
+    work_topic: str
+    work_partition: int
+    prompt_tokens: int
+    max_tokens: int
+    reserved_tokens: int
+    requested_ms: int
+    deadline_ms: int
+    source: Position
+    decisions: tuple[Decision, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRejected:
+    """Admission refused a request. Goes to `lifecycle` and to the caller's `tokens` partition."""
+
+    request_id: str
+    tenant: str
+    model: str
+    tier: str
+    reason: str
+    message: str
+    param: str | None = None
+    retry_after_ms: int | None = None
+    requested_ms: int = 0
+    source: Position | None = None
+    decisions: tuple[Decision, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceStarted:
+    """The fold saw a request's first start, at this place in `tokens`."""
+
+    request_id: str
+    tenant: str
+    model: str
+    version: str
+    tier: str
+    attempt: Attempt
+    worker_id: str
+    queue_ms: float
+    position: Position
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceAnswered:
+    """The whole result of a finished request, as folded. `error_reason` is set, and choices hold what came, if it failed."""
+
+    request_id: str
+    tenant: str
+    model: str
+    version: str
+    tier: str
+    choices: tuple[ChoiceAnswer, ...]
+    usage: Usage
+    error_reason: str | None = None
+    error_message: str | None = None
+
+
+# --- workers, tenants, registry, schemas, dead-letters ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReported:
+    """A worker's state, as of the record's timestamp. `state`: `starting`, `ready`, `draining` or `stopped`."""
+
+    worker_id: str
+    model: str
+    version: str
+    state: str
+    partitions: tuple[PartitionReport, ...]
+    slots: int
+    running: int
+    waiting: int
+    finished: int = 0
+    kv_cache_use: float | None = None
+    tokens_per_s: float = 0.0
+    digest: str = ""
+    started_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantChanged:
+    """A tenant's whole state: its keys, and the salt that keeps its prefix cache apart from others'."""
+
+    tenant: str
+    cache_salt: str
+    keys: tuple[ApiKey, ...]
+    created_ms: int
+    disabled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersionRegistered:
+    """A model version may be served: by which engine, from which weights, within which limits. `engine_args` is a JSON object."""
+
+    model: str
+    version: str
+    engine: str
+    artifact: str
+    context_length: int
+    tokenizer: str = ""
+    engine_args: str = "{}"
+    slots: int = 8
+    partitions: int = 4
+    tiers: tuple[str, ...] = ("interactive", "batch")
+    default_timeout_ms: int = 600_000
+    created_ms: int = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPromoted:
+    """Requests for the model's name go to this version from now on."""
+
+    model: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaPublished:
+    """A writer's schema, so that any reader can resolve it. Always written as JSON."""
+
+    fingerprint: str
+    name: str
+    schema: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordDeadLettered:
+    """A record that can't be processed: the raw bytes without the authorisation header, where it was, and why it was refused."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: bytes | None
+    value: bytes | None
+    headers: dict[str, bytes]
+    reason: str
+    message: str
+    process: str
+
+
+Event = (
+    InferenceRequested
+    | InferenceCancelled
+    | InferenceScheduled
+    | GenerationStarted
+    | TokensGenerated
+    | GenerationTakenOver
+    | GenerationReleased
+    | InferenceCompleted
+    | InferenceFailed
+    | InferenceAdmitted
+    | InferenceRejected
+    | InferenceStarted
+    | InferenceAnswered
+    | WorkerReported
+    | TenantChanged
+    | ModelVersionRegistered
+    | ModelPromoted
+    | SchemaPublished
+    | RecordDeadLettered
+)
+EVENT_TYPES: tuple[type[Event], ...] = Event.__args__
+StreamEvent = GenerationStarted | TokensGenerated | GenerationTakenOver | GenerationReleased | InferenceCompleted | InferenceFailed

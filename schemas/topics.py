@@ -1,0 +1,117 @@
+"""Every topic: its name, key, partitions and retention. `headrace topics ensure` makes the log match."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from schemas.errors import HeadraceError
+from schemas.reasons import Reason
+
+INTERACTIVE, BATCH, SHADOW = "interactive", "batch", "shadow"
+TIERS = (INTERACTIVE, BATCH, SHADOW)
+
+TOKENS = "tokens"
+ANSWERS = "answers"
+LIFECYCLE = "lifecycle"
+CONTROL = "control"
+WORKERS = "workers"
+TENANTS = "tenants"
+REGISTRY = "registry"
+SCHEMAS = "schemas"
+DEAD_LETTERS = "dead-letters"
+TOKENS_PATTERN = r"^tokens(\.[A-Za-z0-9_-]+)?$"
+
+GRANT_HEADER = "grant"
+TRACEPARENT_HEADER = "traceparent"
+TRACESTATE_HEADER = "tracestate"
+
+MINUTE_MS = 60_000
+HOUR_MS = 60 * MINUTE_MS
+DAY_MS = 24 * HOUR_MS
+
+INLINE_MAX_BYTES = 768 * 1024
+"""The largest payload that travels inside a record."""
+REQUEST_MAX_BYTES = 8 * 1024 * 1024
+"""The largest payload that is taken at all."""
+RECORD_MAX_BYTES = 2 * 1024 * 1024
+"""The largest record a topic takes: an inline payload in its least compact encoding, and its headers."""
+
+_MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+
+
+@dataclass(frozen=True, slots=True)
+class TopicSpec:
+    """One topic as it should be. `retention_ms` None keeps records for ever; `compacted` keeps the last of each key."""
+
+    name: str
+    partitions: int
+    key: str
+    retention_ms: int | None = None
+    compacted: bool = False
+    config: dict[str, str] = field(default_factory=dict)
+
+
+def requests_topic(tier: str) -> str:
+    """The topic that takes a tier's requests."""
+    return f"requests.{tier}"
+
+
+def tenant_tokens_topic(tenant: str) -> str:
+    """The topic that holds a direct producer's answers."""
+    return f"tokens.{check_word('tenant', tenant)}"
+
+
+def work_topic(model: str, version: str, tier: str) -> str:
+    """The topic that holds a model version's work of one tier. The version has no dot, so the name reads back in one way."""
+    return f"work.{check_model(model)}.{check_word('version', version)}.{tier}"
+
+
+def check_model(model: str) -> str:
+    """The model's name, if it can be part of a topic's; raises HeadraceError (invalid_request) otherwise."""
+    if not _MODEL.fullmatch(model):
+        raise HeadraceError(Reason.INVALID_REQUEST, "a model's name has 1 to 100 letters, digits, '.', '_' or '-', and starts with one of the first two", param="model")
+    return model
+
+
+def check_word(param: str, word: str) -> str:
+    """A tenant's or version's name, if it can be part of a topic's; raises HeadraceError (invalid_request) otherwise."""
+    if not _WORD.fullmatch(word):
+        raise HeadraceError(Reason.INVALID_REQUEST, f"a {param}'s name has 1 to 63 letters, digits, '_' or '-', and starts with one of the first two", param=param)
+    return word
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionCounts:
+    """How many partitions each kind of topic has. `requests` counts for `lifecycle` too: they share tables, so they share the count."""
+
+    requests: int = 4
+    tokens: int = 8
+    answers: int = 4
+
+
+def core_topics(counts: PartitionCounts = PartitionCounts()) -> tuple[TopicSpec, ...]:
+    """The topics that exist whatever models are served."""
+    return (
+        *(TopicSpec(requests_topic(tier), counts.requests, "tenant", 7 * DAY_MS) for tier in TIERS),
+        TopicSpec(TOKENS, counts.tokens, "request id; the partition is the grant's", 2 * HOUR_MS),
+        TopicSpec(ANSWERS, counts.answers, "request id", 7 * DAY_MS),
+        TopicSpec(LIFECYCLE, counts.requests, "tenant", 30 * DAY_MS),
+        TopicSpec(CONTROL, 1, "request or worker id", HOUR_MS),
+        TopicSpec(WORKERS, 1, "worker id", compacted=True),
+        TopicSpec(TENANTS, 1, "tenant", compacted=True),
+        TopicSpec(REGISTRY, 1, "model"),
+        TopicSpec(SCHEMAS, 1, "fingerprint", compacted=True),
+        TopicSpec(DEAD_LETTERS, 1, "source topic", 30 * DAY_MS),
+    )
+
+
+def model_topics(model: str, version: str, tiers: tuple[str, ...], partitions: int, longest_deadline_ms: int) -> tuple[TopicSpec, ...]:
+    """The work topics of one model version, one a tier."""
+    return tuple(TopicSpec(work_topic(model, version, tier), partitions, "chosen partition", longest_deadline_ms + DAY_MS) for tier in tiers)
+
+
+def tenant_topic(tenant: str, partitions: int = 1) -> TopicSpec:
+    """The topic that a direct producer of this tenant reads its answers from."""
+    return TopicSpec(tenant_tokens_topic(tenant), partitions, "request id; the partition is the grant's", 2 * HOUR_MS)
