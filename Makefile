@@ -1,0 +1,48 @@
+# Every target sets up what it needs by itself: a Python 3.11+ called python3 is enough.
+# ARGS passes options on, e.g. `make demo ARGS=--once`, `make test ARGS="-k takeover"`.
+
+SHELL := /bin/sh
+MAKEFLAGS += --no-print-directory
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+ARGS ?=
+# The engines a demo installs: `make demo ENGINE=gpu` on a machine with a GPU.
+ENGINE ?= cpu
+RUN = $(PYTHON) scripts/bootstrap.py --extras
+DEV = $(ENGINE),onnx,stores,test
+
+.PHONY: help demo test check format bench install clean
+
+help:  ## Print this help
+	@echo "Headrace: model serving through a Kafka log."
+	@echo
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '%-14s %s\n' "$$name" "$$text"; done
+	@echo
+	@echo "The first run installs about 7 GB into .venv and takes minutes; later runs start at once."
+
+demo:  ## Start everything, ask one question, stay up (ARGS=--once: end after the answer)
+	@$(RUN) $(ENGINE) -- headrace up --demo $(ARGS)
+
+test:  ## Run the tests (ARGS goes to pytest)
+	@$(RUN) $(DEV) -- pytest $(ARGS)
+
+check:  ## Lint, types, import rules and schema compatibility: what CI runs before the tests
+	@$(RUN) $(DEV) -- ruff check .
+	@$(RUN) $(DEV) -- ruff format --check .
+	@$(RUN) $(DEV) -- mypy
+	@$(RUN) $(DEV) -- lint-imports
+	@$(RUN) $(DEV) -- pytest -q -p no:randomly tests/schemas/test_compatibility.py
+
+format:  ## Put the code into the form that check wants
+	@$(RUN) $(DEV) -- ruff check --fix .
+	@$(RUN) $(DEV) -- ruff format .
+
+bench:  ## Measure (ARGS="NAME [--json]"; ARGS=--help lists the names)
+	@$(RUN) $(DEV) -- headrace bench $(ARGS)
+
+install:  ## Only install, for work on the code
+	@$(RUN) $(DEV)
+
+clean:  ## Remove what was installed and every local data directory
+	rm -rf .venv .bootstrap .headrace .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,75 @@
+"""What a child process prints: into a file of bounded size, line by line, under the child's name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from io import BufferedWriter
+from pathlib import Path
+
+LOG_MAX_BYTES = 32 * 1024 * 1024
+"""A log file that has grown past this is renamed to `.1`, which replaces the one before."""
+LINE_MAX_BYTES = 16 * 1024
+"""A longer line is cut in pieces of this size."""
+TAIL_LINES = 20
+READ_BYTES = 64 * 1024
+
+OnLine = Callable[[str, str], None]
+"""Called with the child's name and one line, without its end."""
+
+
+class ChildLog:
+    """The log file of one child over all its restarts; each line starts with `name pid | `."""
+
+    def __init__(self, path: Path, name: str, on_line: OnLine | None = None) -> None:
+        """Opens nothing yet. `on_line` also gets each line, for a console."""
+        self.path = path
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._name = name
+        self._on_line = on_line
+
+    async def follow(self, reader: asyncio.StreamReader, pid: int) -> None:
+        """Copies what the child prints until it closes its output."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f"{self._name} {pid} | ".encode()
+        rest = b""
+        file = self.path.open("ab")
+        try:
+            while chunk := await reader.read(READ_BYTES):
+                lines, rest = _split(rest + chunk)
+                file = self._write(file, prefix, lines)
+            if rest:
+                file = self._write(file, prefix, [rest])
+        finally:
+            file.close()
+
+    def _write(self, file: BufferedWriter, prefix: bytes, lines: list[bytes]) -> BufferedWriter:
+        if file.tell() > LOG_MAX_BYTES:
+            file.close()
+            self.path.replace(self.path.with_suffix(self.path.suffix + ".1"))
+            file = self.path.open("ab")
+        file.write(b"".join(prefix + line + b"\n" for line in lines))
+        file.flush()
+        for line in lines:
+            text = line.decode("utf-8", "replace")
+            self.tail.append(text)
+            if self._on_line is not None:
+                with contextlib.suppress(Exception):  # A console that fails must not stop the child's output.
+                    self._on_line(self._name, text)
+        return file
+
+
+def _split(data: bytes) -> tuple[list[bytes], bytes]:
+    """Whole lines, and what is left of the last."""
+    *lines, rest = data.split(b"\n")
+    pieces = [
+        line[at : at + LINE_MAX_BYTES].rstrip(b"\r")
+        for line in lines
+        for at in range(0, max(len(line), 1), LINE_MAX_BYTES)
+    ]
+    while len(rest) > LINE_MAX_BYTES:
+        pieces.append(rest[:LINE_MAX_BYTES])
+        rest = rest[LINE_MAX_BYTES:]
+    return pieces, rest

@@ -1,0 +1,74 @@
+"""What each process counts and times, served at /metrics.
+
+Labels stay few: model, version, tier, and reasons from the closed list. Tenants and request ids are never labels, for
+their number has no limit; they are in the log.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+_TRAFFIC = ("model", "version", "tier")
+
+_TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
+_ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_WAIT_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0, 600.0)
+_MODEL_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
+_CHECK_BUCKETS_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25, 1.0)
+
+TTFT_SECONDS = Histogram(
+    "headrace_ttft_seconds",
+    "From the request's arrival to the first token sent to the caller.",
+    _TRAFFIC,
+    buckets=_TTFT_BUCKETS_S,
+)
+ITL_SECONDS = Histogram(
+    "headrace_itl_seconds",
+    "Between two token chunks of one answer, over the tokens in the later one.",
+    _TRAFFIC,
+    buckets=_ITL_BUCKETS_S,
+)
+QUEUE_SECONDS = Histogram(
+    "headrace_queue_seconds",
+    "From the work record's timestamp to the start of generation.",
+    _TRAFFIC,
+    buckets=_WAIT_BUCKETS_S,
+)
+MODEL_SECONDS = Histogram(
+    "headrace_model_seconds",
+    "From the start of generation to its end, in the engine.",
+    _TRAFFIC,
+    buckets=_MODEL_BUCKETS_S,
+)
+TOKENS = Counter(
+    "headrace_tokens",  # Shown as headrace_tokens_total.
+    "Tokens by kind: prompt, cached_prompt, output.",
+    (*_TRAFFIC, "kind"),
+)
+SLOTS = Gauge("headrace_slots", "Requests that the worker can run at once.", ("model", "version"))
+SLOTS_USED = Gauge("headrace_slots_used", "Requests that the worker runs now.", _TRAFFIC)
+REQUESTS = Counter(
+    "headrace_requests",  # Shown as headrace_requests_total.
+    "Requests that ended, by outcome: completed, or the reason from the closed list.",
+    (*_TRAFFIC, "outcome"),
+)
+ADMISSION_SECONDS = Histogram(
+    "headrace_admission_seconds", "One admission check of one request.", ("check",), buckets=_CHECK_BUCKETS_S
+)
+STREAM_SLOW_READER = Counter(
+    "headrace_stream_slow_reader",  # Shown as headrace_stream_slow_reader_total.
+    "Connections closed because their reader fell behind the limit.",
+    ("protocol",),
+)
+STREAMS_OPEN = Gauge("headrace_streams_open", "Answers that callers of this process wait for.", ("protocol",))
+RECORDS = Counter(
+    "headrace_records",  # Shown as headrace_records_total.
+    "Records by topic and direction: in, out.",
+    ("topic", "direction"),
+)
+DEAD_LETTERS = Counter(
+    "headrace_dead_letters",  # Shown as headrace_dead_letters_total.
+    "Records put aside in dead-letters, by the topic they stood in.",
+    ("topic", "reason"),
+)
+LOOP_LAG_SECONDS = Gauge("headrace_loop_lag_seconds", "By how much the event loop's last heartbeat was late.")
