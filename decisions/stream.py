@@ -148,4 +148,8 @@ def _failed(state: StreamState, event: InferenceFailed) -> tuple[StreamState, bo
 
 def _inconsistent(totals: tuple[int, ...], accepted: tuple[int, ...]) -> Closed:
     told, counted = ", ".join(map(str, totals)), ", ".join(map(str, accepted))
-    return Closed(FAILED, Reason.INCONSISTENT_STREAM.value, f"the worker made {told} tokens a choice, and {counted} are in the stream")
+    return Closed(
+        FAILED,
+        Reason.INCONSISTENT_STREAM.value,
+        f"the worker made {told} tokens a choice, and {counted} are in the stream",
+    )

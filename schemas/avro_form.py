@@ -39,7 +39,9 @@ def _default(f: dataclasses.Field[Any]) -> Any:
     value = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
     if value is dataclasses.MISSING:
         return value
-    return value if value is None else writer(type(value))(value) if dataclasses.is_dataclass(value) else list(value) if isinstance(value, tuple) else value
+    if dataclasses.is_dataclass(value):
+        return writer(type(value))(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def schema_of(cls: type[Any], seen: set[str] | None = None) -> dict[str, Any] | str:
@@ -102,15 +104,24 @@ def _writer(annotation: Any) -> Convert | None:
     if annotation in _PRIMITIVES:
         return None
     if (inner := _optional(annotation)) is not None:
-        convert = _writer(inner)
-        return None if convert is None else lambda value: None if value is None else convert(value)
+        return _apply_optional(_writer(inner))
     if typing.get_origin(annotation) is tuple:
-        convert = _writer(typing.get_args(annotation)[0])
-        return None if convert is None else lambda value: [convert(item) for item in value]
+        return _apply_each(_writer(typing.get_args(annotation)[0]), list, unchanged=None)
     if typing.get_origin(annotation) is dict:
-        convert = _writer(typing.get_args(annotation)[1])
-        return None if convert is None else lambda value: {key: convert(item) for key, item in value.items()}
+        return _apply_values(_writer(typing.get_args(annotation)[1]))
     return writer(annotation)
+
+
+def _apply_optional(convert: Convert | None) -> Convert | None:
+    return None if convert is None else lambda value: None if value is None else convert(value)
+
+
+def _apply_each(convert: Convert | None, make: Convert, unchanged: Convert | None) -> Convert | None:
+    return unchanged if convert is None else lambda value: make([convert(item) for item in value])
+
+
+def _apply_values(convert: Convert | None) -> Convert | None:
+    return None if convert is None else lambda value: {key: convert(item) for key, item in value.items()}
 
 
 def reader(cls: type[Any]) -> Convert:
@@ -132,14 +143,11 @@ def _reader(annotation: Any) -> Convert | None:
     if annotation in _PRIMITIVES:
         return None
     if (inner := _optional(annotation)) is not None:
-        convert = _reader(inner)
-        return None if convert is None else lambda value: None if value is None else convert(value)
+        return _apply_optional(_reader(inner))
     if typing.get_origin(annotation) is tuple:
-        convert = _reader(typing.get_args(annotation)[0])
-        return tuple if convert is None else lambda value: tuple(convert(item) for item in value)
+        return _apply_each(_reader(typing.get_args(annotation)[0]), tuple, unchanged=tuple)
     if typing.get_origin(annotation) is dict:
-        convert = _reader(typing.get_args(annotation)[1])
-        return None if convert is None else lambda value: {key: convert(item) for key, item in value.items()}
+        return _apply_values(_reader(typing.get_args(annotation)[1]))
     return reader(annotation)
 
 
@@ -155,7 +163,10 @@ def checker(cls: type[Any]) -> Check:
             if not isinstance(value, Mapping):
                 raise InvalidField(f"{path or 'the record'} must be a JSON object", param=path or None)
             if unknown := sorted(set(value) - set(parts)):
-                raise InvalidField(f"{cls.__name__} has no field {_join(path, unknown[0])}; it has {', '.join(parts)}", param=_join(path, unknown[0]))
+                raise InvalidField(
+                    f"{cls.__name__} has no field {_join(path, unknown[0])}; it has {', '.join(parts)}",
+                    param=_join(path, unknown[0]),
+                )
             given = {}
             for name, (convert, required) in parts.items():
                 if name in value:
@@ -243,4 +254,10 @@ def _check_bytes(value: Any, path: str) -> bytes:
         raise InvalidField(f"{path} must be base64", param=path) from None
 
 
-_PRIMITIVE_CHECKS: dict[type[Any], Check] = {str: _check_text, int: _check_int, float: _check_float, bool: _check_bool, bytes: _check_bytes}
+_PRIMITIVE_CHECKS: dict[type[Any], Check] = {
+    str: _check_text,
+    int: _check_int,
+    float: _check_float,
+    bool: _check_bool,
+    bytes: _check_bytes,
+}

@@ -74,18 +74,22 @@ def encode(event: Event) -> bytes:
     try:
         fastavro.schemaless_writer(out, t.parsed, t.to_dict(event))
     except (ValueError, TypeError, OverflowError) as error:
-        raise HeadraceError(Reason.INVALID_REQUEST, f"{type(event).__name__} can't be written: {_where(t, event, error)}") from error
+        raise HeadraceError(
+            Reason.INVALID_REQUEST, f"{type(event).__name__} can't be written: {_where(t, event, error)}"
+        ) from error
     return out.getvalue()
 
 
 def _where(t: _Type, event: Event, error: Exception) -> str:
     """Names the field at fault by the strict JSON check, since fastavro doesn't."""
     try:
-        checker(t.cls)(json.loads(encode_json(event)), "")
+        plain = json.loads(encode_json(event))
+        del plain["type"]
+        checker(t.cls)(plain, "")
     except HeadraceError as found:
         return found.message
-    except (ValueError, TypeError):
-        pass
+    except (ValueError, TypeError) as unwritable:
+        return str(unwritable)
     return type(error).__name__
 
 
@@ -138,7 +142,9 @@ class Codec:
         read, own = reader(t.cls), t.parsed
 
         def decode(body: io.BytesIO) -> Event:
-            plain = fastavro.schemaless_reader(body, own if writer_schema is None else writer_schema, None if writer_schema is None else own)
+            plain = fastavro.schemaless_reader(
+                body, own if writer_schema is None else writer_schema, None if writer_schema is None else own
+            )
             return cast(Event, read(cast(dict[str, Any], plain)))
 
         self._decoders[bytes.fromhex(mark)] = decode
@@ -152,7 +158,13 @@ class Codec:
             if schema.get("namespace") != NAMESPACE:
                 raise ValueError("foreign namespace")
             parsed = fastavro.parse_schema(schema, {}, _write_hint=False)
-        except (ValueError, KeyError, TypeError, fastavro.schema.SchemaParseException, fastavro.schema.UnknownType) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            fastavro.schema.SchemaParseException,
+            fastavro.schema.UnknownType,
+        ) as error:
             raise Undecodable(f"the published schema {event.name!r} can't be used: {type(error).__name__}") from error
         if bytes.fromhex(mark) not in self._decoders:
             self._add(mark, t, parsed)

@@ -15,7 +15,9 @@ class HeadraceError(Exception):
         retry_after_ms: how long to wait before trying again, or None if that is unknown or useless.
     """
 
-    def __init__(self, reason: Reason, message: str, *, param: str | None = None, retry_after_ms: int | None = None) -> None:
+    def __init__(
+        self, reason: Reason, message: str, *, param: str | None = None, retry_after_ms: int | None = None
+    ) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
@@ -43,7 +45,9 @@ class UnknownSchema(Undecodable):
     """
 
     def __init__(self, fingerprint: str) -> None:
-        super().__init__(f"no schema is known with the fingerprint {fingerprint}; the writer should have published it to the topic `schemas`")
+        super().__init__(
+            f"no schema is known with the fingerprint {fingerprint}; the writer should have published it to the topic `schemas`"
+        )
         self.fingerprint = fingerprint
 
 

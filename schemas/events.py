@@ -490,4 +490,11 @@ Event = (
     | RecordDeadLettered
 )
 EVENT_TYPES: tuple[type[Event], ...] = Event.__args__
-StreamEvent = GenerationStarted | TokensGenerated | GenerationTakenOver | GenerationReleased | InferenceCompleted | InferenceFailed
+StreamEvent = (
+    GenerationStarted
+    | TokensGenerated
+    | GenerationTakenOver
+    | GenerationReleased
+    | InferenceCompleted
+    | InferenceFailed
+)

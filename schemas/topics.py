@@ -71,14 +71,22 @@ def work_topic(model: str, version: str, tier: str) -> str:
 def check_model(model: str) -> str:
     """The model's name, if it can be part of a topic's; raises HeadraceError (invalid_request) otherwise."""
     if not _MODEL.fullmatch(model):
-        raise HeadraceError(Reason.INVALID_REQUEST, "a model's name has 1 to 100 letters, digits, '.', '_' or '-', and starts with one of the first two", param="model")
+        raise HeadraceError(
+            Reason.INVALID_REQUEST,
+            "a model's name has 1 to 100 letters, digits, '.', '_' or '-', and starts with one of the first two",
+            param="model",
+        )
     return model
 
 
 def check_word(param: str, word: str) -> str:
     """A tenant's or version's name, if it can be part of a topic's; raises HeadraceError (invalid_request) otherwise."""
     if not _WORD.fullmatch(word):
-        raise HeadraceError(Reason.INVALID_REQUEST, f"a {param}'s name has 1 to 63 letters, digits, '_' or '-', and starts with one of the first two", param=param)
+        raise HeadraceError(
+            Reason.INVALID_REQUEST,
+            f"a {param}'s name has 1 to 63 letters, digits, '_' or '-', and starts with one of the first two",
+            param=param,
+        )
     return word
 
 
@@ -107,9 +115,14 @@ def core_topics(counts: PartitionCounts = PartitionCounts()) -> tuple[TopicSpec,
     )
 
 
-def model_topics(model: str, version: str, tiers: tuple[str, ...], partitions: int, longest_deadline_ms: int) -> tuple[TopicSpec, ...]:
+def model_topics(
+    model: str, version: str, tiers: tuple[str, ...], partitions: int, longest_deadline_ms: int
+) -> tuple[TopicSpec, ...]:
     """The work topics of one model version, one a tier."""
-    return tuple(TopicSpec(work_topic(model, version, tier), partitions, "chosen partition", longest_deadline_ms + DAY_MS) for tier in tiers)
+    return tuple(
+        TopicSpec(work_topic(model, version, tier), partitions, "chosen partition", longest_deadline_ms + DAY_MS)
+        for tier in tiers
+    )
 
 
 def tenant_topic(tenant: str, partitions: int = 1) -> TopicSpec:
