@@ -1,0 +1,172 @@
+"""The codec: round trips of every event, resolution of older and newer writers, and clear errors for junk."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from typing import Any
+
+import fastavro
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schemas.codec import (
+    HEADER_BYTES,
+    MARKER,
+    Codec,
+    decode_json,
+    encode,
+    encode_json,
+    fingerprint,
+    own_schemas,
+    published,
+)
+from schemas.errors import HeadraceError, InvalidField, Undecodable, UnknownSchema
+from schemas.events import EVENT_TYPES, Attempt, Event, InferenceRequested, Message, SchemaPublished, TokensGenerated
+
+st.register_type_strategy(int, st.integers(-(1 << 63), (1 << 63) - 1))
+st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
+st.register_type_strategy(str, st.text(st.characters(exclude_categories=("Cs",)), max_size=20))
+EVENTS = st.one_of([st.from_type(cls) for cls in EVENT_TYPES])
+CODEC = Codec()
+
+
+@given(EVENTS)
+def test_every_event_survives_avro(event: Event) -> None:
+    assert CODEC.decode(encode(event)) == event
+
+
+@given(EVENTS)
+def test_every_event_survives_json(event: Event) -> None:
+    assert decode_json(encode_json(event)) == event
+
+
+@given(EVENTS.filter(lambda event: not isinstance(event, SchemaPublished)), st.data())
+def test_a_cut_record_is_undecodable(event: Event, data: st.DataObject) -> None:
+    whole = encode(event)
+    cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    with pytest.raises(Undecodable):
+        CODEC.decode(cut)
+
+
+@given(st.binary(max_size=200))
+def test_junk_raises_nothing_but_undecodable(junk: bytes) -> None:
+    for value in (junk, b"{" + junk, MARKER + junk, encode(InferenceRequested("id", "m"))[:HEADER_BYTES] + junk):
+        try:
+            CODEC.decode(value)
+        except Undecodable:
+            pass
+
+
+def test_single_object_encoding_is_avros() -> None:
+    value = encode(InferenceRequested("id", "m", prompt="p"))
+    schema = own_schemas()["InferenceRequested"]
+    assert value[:2] == b"\xc3\x01"
+    assert value[2:10].hex() == fingerprint(schema)
+    assert fastavro.schemaless_reader(io.BytesIO(value[10:]), schema, None)["prompt"] == "p"  # type: ignore[index,call-overload]
+
+
+def older_and_newer() -> tuple[SchemaPublished, bytes, SchemaPublished, bytes]:
+    """What an older process (without `user`) and a newer one (with a field more) would write."""
+    own = own_schemas()["InferenceRequested"]
+    older, newer = copy.deepcopy(own), copy.deepcopy(own)
+    older["fields"] = [f for f in older["fields"] if f["name"] != "user"]
+    newer["fields"].append({"name": "colour", "type": ["null", "string"], "default": None})
+
+    def record(schema: dict[str, Any], extra: dict[str, Any]) -> tuple[SchemaPublished, bytes]:
+        out = io.BytesIO()
+        out.write(MARKER + bytes.fromhex(fingerprint(schema)))
+        plain = {
+            **fastavro.schemaless_reader(io.BytesIO(encode(InferenceRequested("id", "m", prompt="p"))[10:]), own, None),
+            **extra,
+        }  # type: ignore[dict-item,call-overload]
+        fastavro.schemaless_writer(out, fastavro.parse_schema(copy.deepcopy(schema), {}), plain)
+        return SchemaPublished(fingerprint(schema), "InferenceRequested", json.dumps(schema)), out.getvalue()
+
+    return *record(older, {}), *record(newer, {"colour": "red"})
+
+
+def test_older_and_newer_writers_are_read_once_their_schema_is_known() -> None:
+    old_schema, old, new_schema, new = older_and_newer()
+    codec = Codec()
+    for schema, value in ((old_schema, old), (new_schema, new)):
+        with pytest.raises(UnknownSchema) as caught:
+            codec.decode(value)
+        assert caught.value.fingerprint == schema.fingerprint
+        codec.learn(schema)
+        assert codec.decode(value) == InferenceRequested("id", "m", prompt="p")
+
+
+@pytest.mark.parametrize(
+    "schema", ["", "[]", "{}", '{"type":"record","name":"InferenceRequested","fields":[]}', '{"name": "Nobody"}']
+)
+def test_a_published_schema_that_is_none_is_refused(schema: str) -> None:
+    with pytest.raises(Undecodable):
+        Codec().learn(SchemaPublished("00", "InferenceRequested", schema))
+
+
+def test_every_published_schema_can_be_learnt() -> None:
+    for cls in EVENT_TYPES:
+        Codec().learn(published(cls))
+
+
+@pytest.mark.parametrize(
+    ("text", "param"),
+    [
+        ('{"type":"Nothing"}', "type"),
+        ('{"type":7}', "type"),
+        ("{}", "type"),
+        ('{"type":"InferenceRequested","model":"m"}', "request_id"),
+        ('{"type":"InferenceRequested","request_id":"i","model":"m","colour":1}', "colour"),
+        ('{"type":"InferenceRequested","request_id":"i","model":"m","messages":{}}', "messages"),
+        (
+            '{"type":"InferenceRequested","request_id":"i","model":"m","messages":[{"role":"user"}]}',
+            "messages[0].content",
+        ),
+        ('{"type":"InferenceRequested","request_id":"i","model":"\\ud800"}', "model"),
+        ('{"type":"InferenceRequested","request_id":"i","model":"m","timeout_ms":1e3}', "timeout_ms"),
+        ('{"type":"InferenceRequested","request_id":"i","model":"m","timeout_ms":true}', "timeout_ms"),
+        ('{"type":"InferenceRequested","request_id":"i","model":"m","timeout_ms":9223372036854775808}', "timeout_ms"),
+        ('{"type":"InferenceRequested","request_id":"i","model":"m","stream":1}', "stream"),
+        (
+            '{"type":"InferenceRequested","request_id":"i","model":"m","sampling":{"temperature":"0"}}',
+            "sampling.temperature",
+        ),
+        (
+            '{"type":"InferenceRequested","request_id":"i","model":"m","sampling":{"logit_bias":{"1":null}}}',
+            "sampling.logit_bias.1",
+        ),
+        (
+            '{"type":"RecordDeadLettered","topic":"t","partition":0,"offset":0,"timestamp_ms":0,"key":"?","value":null,"headers":{},"reason":"","message":"","process":""}',
+            "key",
+        ),  # noqa: E501
+    ],
+)
+def test_json_errors_name_the_field(text: str, param: str) -> None:
+    with pytest.raises(InvalidField) as caught:
+        decode_json(text.encode())
+    assert caught.value.param == param
+    assert param.split("[")[0] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text", ["{", '{"a":NaN}', '{"type":"InferenceRequested"', "{" + '"a":{' * 100_000, '{"\\ud800": 1}']
+)
+def test_json_that_is_none_is_undecodable(text: str) -> None:
+    with pytest.raises(Undecodable):
+        decode_json(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("event", "name"),
+    [
+        (InferenceRequested("i", "m\ud800"), "model"),
+        (InferenceRequested("i", "m", timeout_ms=1 << 63), "timeout_ms"),
+        (InferenceRequested("i", "m", messages=(Message("user", "\udfff"),)), "messages[0].content"),
+        (TokensGenerated("i", 0, Attempt(1, 1 << 70), 0, (), ""), "attempt.counter"),
+    ],
+)
+def test_what_does_not_fit_is_named_before_it_is_written(event: Event, name: str) -> None:
+    with pytest.raises(HeadraceError, match=name.replace("[", r"\[").replace("]", r"\]")):
+        encode(event)
