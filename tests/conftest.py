@@ -1,0 +1,26 @@
+"""What several rooms' tests share: one real broker for the whole run, started when a test first asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from infra.broker import EmbeddedKafka
+from infra.settings import KafkaSettings
+from infra.topics import ensure_core
+
+
+@pytest.fixture(scope="session")
+def kafka_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedKafka]:
+    """The run's broker, with the core topics."""
+    with EmbeddedKafka(tmp_path_factory.mktemp("kafka")) as broker:
+        asyncio.run(ensure_core(broker.settings))
+        yield broker
+
+
+@pytest.fixture(scope="session")
+def kafka(kafka_broker: EmbeddedKafka) -> KafkaSettings:
+    """How to reach the run's broker. Tests share its topics: use own topics, groups, tenants and request ids."""
+    return kafka_broker.settings
