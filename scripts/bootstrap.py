@@ -133,9 +133,8 @@ def find_python() -> str | None:
 
 def fingerprint() -> str:
     digest = hashlib.sha256()
-    for name in ("pyproject.toml", "constraints.txt"):
-        path = ROOT / name
-        digest.update(path.read_bytes() if path.exists() else b"")
+    for name in ("pyproject.toml", "constraints.txt", "constraints-gpu.txt"):
+        digest.update((ROOT / name).read_bytes())
         digest.update(b"\0")
     return digest.hexdigest()
 
@@ -212,9 +211,9 @@ def install(extras: set[str]) -> None:
     else:
         env["UV_PYTHON_DOWNLOADS"] = "never"
     target = ".[" + ",".join(wanted) + "]" if wanted else "."
+    pins = "constraints-gpu.txt" if "gpu" in wanted else "constraints.txt"
     argv = [uv, "pip", "install", "--python", str(VENV / "bin" / "python"), "-e", target]
-    if (ROOT / "constraints.txt").exists():
-        argv += ["-c", "constraints.txt", "--build-constraints", "constraints.txt"]
+    argv += ["-c", pins, "--build-constraints", pins]
     took_s = run_with_progress(argv, env, "installing")
     STAMP.write_text(json.dumps({"fingerprint": fresh, "extras": wanted}))
     say(f"installed in {took_s:.0f} s")
