@@ -1,0 +1,94 @@
+"""Who may do what on the cluster, as commands of Kafka's own tool. One principal a role: `User:headrace-<role>`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from schemas.topics import (
+    ANSWERS,
+    CONTROL,
+    DEAD_LETTERS,
+    LIFECYCLE,
+    REGISTRY,
+    SCHEMAS,
+    TENANTS,
+    TOKENS,
+    WORKERS,
+    tenant_tokens_topic,
+)
+
+TOOL = "kafka-acls.sh"
+ALL_REQUESTS, ALL_WORK, ALL_TENANT_TOKENS, ALL = "requests.*", "work.*", "tokens.*", "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What one kind of process reads, writes, and by which consumer groups. A name that ends in `*` is a prefix."""
+
+    name: str
+    why: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    groups: tuple[str, ...] = ()
+    creates: bool = False
+
+
+ROLES = (
+    Role("bridge", "the front door", (TOKENS, TENANTS, REGISTRY, WORKERS, SCHEMAS), (ALL_REQUESTS, SCHEMAS)),
+    Role(
+        "admission",
+        "judges requests",
+        (ALL_REQUESTS, TENANTS, REGISTRY, WORKERS, SCHEMAS, "headrace-admission*"),
+        (ALL_REQUESTS, ALL_WORK, TOKENS, ALL_TENANT_TOKENS, LIFECYCLE, CONTROL, DEAD_LETTERS, SCHEMAS, "headrace-admission*"),
+        ("headrace-admission*", "admission*"),
+    ),
+    Role(
+        "endings",
+        "folds token streams",
+        (TOKENS, ALL_TENANT_TOKENS, LIFECYCLE, REGISTRY, SCHEMAS),
+        (TOKENS, ALL_TENANT_TOKENS, LIFECYCLE, ANSWERS, DEAD_LETTERS, SCHEMAS),
+        ("headrace-endings*", "endings*"),
+    ),
+    Role(
+        "worker",
+        "serves models",
+        (ALL_WORK, TOKENS, ALL_TENANT_TOKENS, CONTROL, REGISTRY, SCHEMAS),
+        (TOKENS, ALL_TENANT_TOKENS, WORKERS, DEAD_LETTERS, SCHEMAS),
+        ("headrace-work*", "work*"),
+    ),
+    Role("operator", "the command line", (ALL,), (TENANTS, REGISTRY, SCHEMAS), creates=True),
+)
+
+
+def tenant_role(tenant: str) -> Role:
+    """A direct producer of one tenant: writes requests, reads its own answers and nobody else's."""
+    topic = tenant_tokens_topic(tenant)
+    return Role(f"tenant-{tenant}", "a direct producer", (topic,), ("requests.batch",), (f"{tenant}-*",))
+
+
+def commands(bootstrap: str, tenants: Iterable[str] = ()) -> Iterator[str]:
+    """The lines of a shell script. What may not be written isn't listed: the cluster must deny by default."""
+    yield "# The broker must deny what no rule allows: allow.everyone.if.no.acl.found=false"
+    for role in (*ROLES, *map(tenant_role, tenants)):
+        yield f"# {role.name}: {role.why}"
+        start = f"{TOOL} --bootstrap-server {bootstrap} --add --allow-principal User:headrace-{role.name}"
+        for topic in role.reads:
+            yield f"{start} --operation Read --operation Describe {_resource('topic', topic)}"
+        for topic in role.writes:
+            yield f"{start} --operation Write --operation Describe {_resource('topic', topic)}"
+        for group in role.groups:
+            yield f"{start} --operation Read {_resource('group', group)}"
+        if role.writes:
+            yield f"{start} --operation IdempotentWrite --cluster"
+        if role.creates:
+            yield f"{start} --operation Create --operation Alter --operation AlterConfigs --operation DescribeConfigs --cluster"
+            yield f"{start} --operation Create --operation Alter --operation AlterConfigs --operation DescribeConfigs {_resource('topic', ALL)}"
+
+
+def _resource(kind: str, name: str) -> str:
+    if name == ALL:
+        return f"--{kind} '*'"
+    if name.endswith("*"):
+        return f"--{kind} {name.removesuffix('*')} --resource-pattern-type prefixed"
+    return f"--{kind} {name}"

@@ -1,0 +1,158 @@
+"""What the compacted topics say now: tenants and model versions, read to the end, changed, and written back whole."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from schemas.errors import HeadraceError
+from schemas.events import ApiKey, Event, ModelPromoted, ModelVersionRegistered, TenantChanged
+from schemas.reasons import Reason
+from schemas.topics import BATCH, INTERACTIVE, REGISTRY, TENANTS, check_word
+
+if TYPE_CHECKING:
+    from infra.settings import KafkaSettings
+
+KEY_ID_BYTES = 4
+KEY_RANDOM_BYTES = 24
+SALT_BYTES = 16
+KEYS_MAX = 100
+"""Keys that one tenant may have, revoked ones included."""
+DEFAULT_TIERS = (INTERACTIVE, BATCH)
+
+
+def now_ms() -> int:
+    """The time now, in milliseconds since 1970."""
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(slots=True)
+class Models:
+    """The topic `registry`, folded: every version by (model, version), and the version that a model's name goes to."""
+
+    versions: dict[tuple[str, str], ModelVersionRegistered] = field(default_factory=dict)
+    stable: dict[str, str] = field(default_factory=dict)
+
+    def apply(self, event: Event, _record: Any = None) -> None:
+        """Takes the next event in; those of other kinds change nothing."""
+        match event:
+            case ModelVersionRegistered():
+                self.versions[event.model, event.version] = event
+            case ModelPromoted():
+                self.stable[event.model] = event.version
+
+
+async def _read(settings: KafkaSettings, topic: str, apply: Callable[[Event, Any], None]) -> None:
+    from infra.views import View
+
+    view = View(settings, topic, apply)
+    await view.start()
+    await view.stop()
+
+
+async def read_models(settings: KafkaSettings) -> Models:
+    """The registry as it is now."""
+    models = Models()
+    await _read(settings, REGISTRY, models.apply)
+    return models
+
+
+async def read_tenants(settings: KafkaSettings) -> dict[str, TenantChanged]:
+    """Every tenant's present state, by name."""
+    tenants: dict[str, TenantChanged] = {}
+
+    def apply(event: Event, _record: Any) -> None:
+        if isinstance(event, TenantChanged):
+            tenants[event.tenant] = event
+
+    await _read(settings, TENANTS, apply)
+    return tenants
+
+
+async def read_tenant(settings: KafkaSettings, name: str) -> TenantChanged:
+    """One tenant's present state. Raises HeadraceError (not_found)."""
+    tenants = await read_tenants(settings)
+    if name not in tenants:
+        known = ", ".join(sorted(tenants)) or "none yet"
+        raise HeadraceError(Reason.NOT_FOUND, f"there is no tenant {name!r}; there are: {known} (`headrace tenants create`)")
+    return tenants[name]
+
+
+async def write(settings: KafkaSettings, topic: str, *events: tuple[str, Event]) -> None:
+    """Writes (key, event) pairs in this order and returns once the broker has confirmed them."""
+    from infra.log import EventProducer
+
+    producer = EventProducer(settings, "cli")
+    await producer.start()
+    try:
+        for key, event in events:
+            await producer.send_and_wait(topic, event, key=key)
+    finally:
+        await producer.stop()
+
+
+async def write_tenant(settings: KafkaSettings, tenant: TenantChanged) -> None:
+    """Replaces a tenant's state."""
+    await write(settings, TENANTS, (tenant.tenant, tenant))
+
+
+async def ensure_all(settings: KafkaSettings, replication: int = 1) -> list[dict[str, Any]]:
+    """Makes the log's topics match: the core ones, and those of each registered model version."""
+    from infra.topics import ensure_core, ensure_model
+
+    reports = await ensure_core(settings, replication=replication)
+    for version in (await read_models(settings)).versions.values():
+        reports += await ensure_model(settings, version, replication)
+    return [
+        {"topic": r.name, "partitions": r.partitions, "done": "; ".join((r.action, *r.changes)), "action": r.action, "changes": list(r.changes)}
+        for r in reports
+    ]
+
+
+# --- keys: pure but for randomness ------------------------------------------------------------------------------------
+
+
+def new_tenant(name: str, created_ms: int) -> TenantChanged:
+    """A tenant with no key and a salt of its own."""
+    return TenantChanged(check_word("tenant", name), secrets.token_hex(SALT_BYTES), (), created_ms)
+
+
+def new_key(tiers: tuple[str, ...], created_ms: int, name: str = "") -> tuple[str, ApiKey]:
+    """An API key, which is shown once, and what is kept of it."""
+    key_id = secrets.token_hex(KEY_ID_BYTES)
+    key = f"hr-{key_id}-{secrets.token_hex(KEY_RANDOM_BYTES)}"
+    return key, ApiKey(key_id, hash_of(key), tiers, created_ms, None, name)
+
+
+def hash_of(key: str) -> str:
+    """The SHA-256 of an API key, in hex."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def add_key(tenant: TenantChanged, key: ApiKey) -> TenantChanged:
+    """The tenant with one more key. Raises HeadraceError (conflict) at the limit."""
+    if len(tenant.keys) >= KEYS_MAX:
+        raise HeadraceError(Reason.CONFLICT, f"{tenant.tenant} has {KEYS_MAX} keys, the most a tenant may have")
+    return replace(tenant, keys=(*tenant.keys, key))
+
+
+def revoke_key(tenant: TenantChanged, key_id: str, at_ms: int) -> TenantChanged:
+    """The tenant with one key revoked. Raises HeadraceError (not_found, or conflict if it was revoked before)."""
+    key = find_key(tenant, key_id)
+    if key.revoked_ms is not None:
+        raise HeadraceError(Reason.CONFLICT, f"key {key_id} is revoked already")
+    return replace(tenant, keys=tuple(replace(k, revoked_ms=at_ms) if k.key_id == key_id else k for k in tenant.keys))
+
+
+def find_key(tenant: TenantChanged, key_id: str | None) -> ApiKey:
+    """The key of that id, or the first that is not revoked. Raises HeadraceError (not_found)."""
+    for key in tenant.keys:
+        if key.key_id == key_id or (key_id is None and key.revoked_ms is None):
+            return key
+    known = ", ".join(key.key_id for key in tenant.keys) or "none"
+    wanted = f"no key {key_id!r}" if key_id else "no key that is not revoked"
+    raise HeadraceError(Reason.NOT_FOUND, f"{tenant.tenant} has {wanted}; its keys: {known} (`headrace tenants keys add {tenant.tenant}`)")
