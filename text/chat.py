@@ -48,14 +48,17 @@ def render_chat(
     add_generation_prompt: bool = True,
     now_ms: int | None = None,
 ) -> str:
-    """The prompt for `messages`. `now_ms` (milliseconds since 1970) is the time that the template's `strftime_now` tells,
-    in UTC; without it that function isn't defined, and templates that ask first fall back to a fixed date.
+    """The prompt for `messages`.
+
+    `now_ms` (milliseconds since 1970) is the time that the template's `strftime_now` tells, in UTC; without it that
+    function isn't defined, and templates that ask first fall back to a fixed date.
 
     Raises HeadraceError: invalid_request when the model has no chat template or its template refuses these messages;
     internal_error when the template itself is broken.
     """
     if tokenizer.chat_template is None:
-        raise HeadraceError(Reason.INVALID_REQUEST, "the model has no chat template; send a prompt instead", param="messages")
+        text = "the model has no chat template; send a prompt instead"
+        raise HeadraceError(Reason.INVALID_REQUEST, text, param="messages")
     for place, message in enumerate(messages):
         _check_message(message, place)
     template = _compile(tokenizer.chat_template)
@@ -71,8 +74,8 @@ def render_chat(
     try:
         return template.render(values)
     except Exception as error:  # a template may run into any error over messages that it didn't expect
-        message_text = f"the model's chat template refuses these messages: {error}"
-        raise HeadraceError(Reason.INVALID_REQUEST, message_text, param="messages") from error
+        text = f"the model's chat template refuses these messages: {error}"
+        raise HeadraceError(Reason.INVALID_REQUEST, text, param="messages") from error
 
 
 def encode_chat(
@@ -90,7 +93,7 @@ def encode_chat(
 class _Generation(Extension):
     """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; here it is the text alone."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -101,13 +104,16 @@ class _Generation(Extension):
 @lru_cache(maxsize=CACHED_TEMPLATES)
 def _compile(source: str) -> jinja2.Template:
     # Templates are written for these settings, which Hugging Face fixed. The prompt is no HTML, so nothing is escaped.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise HeadraceError(Reason.INTERNAL_ERROR, f"the model's chat template is broken at line {error.lineno}: {error}") from error
+        text = f"the model's chat template is broken at line {error.lineno}: {error}"
+        raise HeadraceError(Reason.INTERNAL_ERROR, text) from error
 
 
 def _to_json(

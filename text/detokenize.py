@@ -36,7 +36,7 @@ REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why an answer ended. `stop_reason` is the stop string or, in decimal, the stop token id; None for the model's own end."""
+    """Why an answer ended. `stop_reason`: the stop string or, in decimal, the stop token id; else None."""
 
     reason: Literal["stop", "length"]
     stop_reason: str | None = None
@@ -62,7 +62,7 @@ class TextState:
 
 
 class Step(NamedTuple):
-    """The outcome of folding one token or more: the state after them, the text they release, and how the answer ended, if it has."""
+    """The outcome of folding tokens: the state after them, the text they release, and how the answer ended, if so."""
 
     state: TextState
     text: str
@@ -71,7 +71,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextFold:
-    """The rules of one answer; see the module. Immutable: its state is a `TextState` that the caller keeps, one a choice.
+    """The rules of one answer; see the module. Immutable: the caller keeps its state, a `TextState` a choice.
 
     Raises HeadraceError (invalid_request) for stop strings beyond `text.limits`, for `max_tokens` below 1, and for
     `min_tokens` outside 0 to `max_tokens`.
@@ -93,7 +93,8 @@ class TextFold:
         if self.max_tokens < 1:
             raise HeadraceError(Reason.INVALID_REQUEST, "max_tokens is below 1", param="sampling.max_tokens")
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise HeadraceError(Reason.INVALID_REQUEST, "min_tokens is not between 0 and max_tokens", param="sampling.min_tokens")
+            text = f"min_tokens is not between 0 and max_tokens ({self.max_tokens})"
+            raise HeadraceError(Reason.INVALID_REQUEST, text, param="sampling.min_tokens")
         object.__setattr__(self, "_matcher", StopMatcher(self.stops))
 
     @classmethod
@@ -154,7 +155,7 @@ class TextFold:
         return self.fold(self.start(), token_ids)
 
     def tail(self, state: TextState) -> str:
-        """The text still held back; it belongs to the answer if that is ended from outside here. Empty once it has finished."""
+        """The text still held back. It belongs to an answer that is ended from outside; a finished one has none."""
         return self._matcher.held(state.node) + (REPLACEMENT if state.pending else "")
 
     def _finish_by_token(self, token_id: int, made: int) -> Finish | None:

@@ -25,6 +25,7 @@ class TokenizePool:
     """
 
     def __init__(self, workers: int, *, max_waiting: int = MAX_WAITING) -> None:
+        """Threads start as they are needed."""
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
         self._max_waiting = max_waiting
         self._waiting = 0
@@ -38,7 +39,9 @@ class TokenizePool:
         """`tokenizer.encode` of `text`."""
         return await self._run(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
-    async def encode_chat(self, tokenizer: Tokenizer, messages: Sequence[ChatMessage], *, now_ms: int | None = None) -> list[int]:
+    async def encode_chat(
+        self, tokenizer: Tokenizer, messages: Sequence[ChatMessage], *, now_ms: int | None = None
+    ) -> list[int]:
         """`text.chat.encode_chat` of `messages`."""
         size = sum(len(message.content) for message in messages)
         return await self._run(size, lambda: encode_chat(tokenizer, messages, now_ms=now_ms))

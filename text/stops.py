@@ -23,14 +23,15 @@ class Match(NamedTuple):
 
 
 class StopMatcher:
-    """An immutable automaton for `stops`, none of which may be empty. Of matches that end first, the first listed wins."""
+    """An immutable automaton for `stops`, none of them empty. Of matches that end first, the first listed wins."""
 
     __slots__ = ("_children", "_fail", "_held", "_match")
 
     def __init__(self, stops: Sequence[str]) -> None:
+        """Build it, in time and space linear in the length of all stop strings."""
         self._children: list[dict[str, int]] = [{}]
         self._fail: list[int] = [ROOT]
-        self._held: list[tuple[str, int]] = [("", 0)]  # (a stop string, length of the prefix of it this node stands for)
+        self._held: list[tuple[str, int]] = [("", 0)]  # (a stop string, how many of its characters the node stands for)
         self._match: list[tuple[int, str] | None] = [None]  # (place in the list, stop string)
         for place, stop in enumerate(stops):
             self._insert(place, stop)

@@ -67,7 +67,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token a UTF-8 byte: ids 0 to 255, and 256 for the end. A chat's prompt is its last user message, unchanged."""
+    """One token a UTF-8 byte: ids 0 to 255; 256 is the end. A chat's prompt is its last user message, unchanged."""
 
     vocab_size = 257
     eos_token_id = 256
@@ -214,7 +214,8 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     known = {"ByteLevel", "Metaspace", "ByteFallback", "Fuse", "Replace", "Strip"}
     unknown = {step["type"] for step in steps} - known
     if unknown:
-        raise HeadraceError(Reason.INTERNAL_ERROR, f"the tokenizer decodes by {', '.join(sorted(unknown))}, which isn't served")
+        names = ", ".join(sorted(unknown))
+        raise HeadraceError(Reason.INTERNAL_ERROR, f"the tokenizer decodes by {names}, which isn't served")
     return list(steps)
 
 
