@@ -1,0 +1,57 @@
+"""The takeover protocol holds in every interleaving, and each rule is needed: broken, the check finds a fault."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from decisions.stream import Input, StreamState, fold
+from schemas.events import GenerationStarted, GenerationTakenOver, TokensGenerated
+
+from tests.decisions.takeover_model import Rules, Violation, explore
+
+
+def second_start_wins(state: StreamState, event: Input) -> tuple[StreamState, bool]:
+    """A start of any attempt becomes current."""
+    if isinstance(event, GenerationStarted) and state.closed is None:
+        return replace(state, attempt=event.attempt, started=True, accepted=state.accepted or (0,)), True
+    return fold(state, event)
+
+
+def no_attempt_check(state: StreamState, event: Input) -> tuple[StreamState, bool]:
+    """Tokens of any attempt are accepted if they follow."""
+    if isinstance(event, TokensGenerated) and state.attempt is not None and state.accepted:
+        event = replace(event, attempt=state.attempt)
+        after, counted = fold(replace(state, started=True), event)
+        return (replace(after, started=state.started), True) if counted else (state, False)
+    return fold(state, event)
+
+
+def any_marker(state: StreamState, event: Input) -> tuple[StreamState, bool]:
+    """A former owner's late marker becomes current again."""
+    if isinstance(event, GenerationTakenOver) and state.closed is None:
+        return replace(state, attempt=event.attempt, started=False), True
+    return fold(state, event)
+
+
+@pytest.mark.parametrize(
+    "rules", [Rules(tokens=1, reassignments=2), Rules(tokens=2, reassignments=1), Rules(tokens=3, reassignments=1)]
+)
+def test_the_protocol_holds_in_every_interleaving(rules: Rules) -> None:
+    assert explore(rules) > 1000
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        Rules(fold=second_start_wins),
+        Rules(fold=no_attempt_check),
+        Rules(fold=any_marker, tokens=1, reassignments=3),
+        Rules(read_before_marker=True),
+        Rules(commit_any=True),
+    ],
+    ids=["second_start_wins", "no_attempt_check", "any_marker", "read_before_marker", "commit_any"],
+)
+def test_each_rule_is_needed(rules: Rules) -> None:
+    with pytest.raises(Violation):
+        explore(rules)
