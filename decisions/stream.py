@@ -42,6 +42,7 @@ class StreamState:
         accepted: for each choice, how many tokens count so far; empty until the first start.
         closed: how it ended, or None while it is open.
         failures: attempts that started and were taken over without having ended or been released: each may be the request's own fault.
+        tenant: whose request it is, from the first attempt's event; "" before it. Another tenant's cancel doesn't count.
     """
 
     attempt: Attempt | None = None
@@ -49,6 +50,7 @@ class StreamState:
     accepted: tuple[int, ...] = ()
     closed: Closed | None = None
     failures: int = 0
+    tenant: str = ""
 
     @property
     def untouched(self) -> bool:
@@ -96,14 +98,15 @@ def _started(state: StreamState, event: GenerationStarted) -> tuple[StreamState,
     accepted = state.accepted or (0,) * len(event.from_tokens)
     if len(event.from_tokens) != len(accepted):
         return state, False
-    return replace(state, attempt=event.attempt, started=True, accepted=accepted), True
+    return replace(state, attempt=event.attempt, started=True, accepted=accepted, tenant=state.tenant or event.tenant), True
 
 
 def _taken_over(state: StreamState, event: GenerationTakenOver) -> tuple[StreamState, bool]:
     """Becomes current, with nothing started, if its attempt is higher than the current one: a former owner's marker is late."""
     if state.attempt is not None and event.attempt <= state.attempt:
         return state, False
-    return replace(state, attempt=event.attempt, started=False, failures=state.failures + state.started), True
+    failures = state.failures + state.started
+    return replace(state, attempt=event.attempt, started=False, failures=failures, tenant=state.tenant or event.tenant), True
 
 
 def _released(state: StreamState, event: GenerationReleased) -> tuple[StreamState, bool]:
@@ -141,7 +144,7 @@ def _failed(state: StreamState, event: InferenceFailed) -> tuple[StreamState, bo
             return state, False
         if event.totals and event.totals != state.accepted:
             return replace(state, closed=_inconsistent(event.totals, state.accepted)), True
-    elif event.if_not_started and not state.untouched:
+    elif (event.if_not_started and not state.untouched) or (state.tenant and event.tenant != state.tenant):
         return state, False
     return replace(state, closed=Closed(FAILED, event.reason, event.message)), True
 
