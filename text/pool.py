@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from schemas.errors import HeadraceError
@@ -59,10 +59,10 @@ class TokenizePool:
         future = self._threads.submit(work)
         self._waiting += 1
         # An input that its caller gave up on still occupies its thread, so it counts until the thread is done with it.
-        future.add_done_callback(lambda done: self._done(loop, done))
+        future.add_done_callback(lambda _: self._done(loop))
         return await asyncio.wrap_future(future)
 
-    def _done(self, loop: asyncio.AbstractEventLoop, future: Future[list[int]]) -> None:
+    def _done(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(RuntimeError):  # the loop has closed: nobody counts any more
             loop.call_soon_threadsafe(self._leave)
 

@@ -82,7 +82,7 @@ class ByteTokenizer:
         "{{ users[-1].content }}"
     )
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:  # noqa: ARG002 - the port's signature
         """The bytes of `text`; there are no special tokens to add."""
         return list(valid_unicode(text))
 

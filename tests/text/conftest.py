@@ -69,7 +69,7 @@ def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("smollm2")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from transformers import AutoTokenizer  # noqa: PLC0415 - heavy, and only here
+        from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(str(source), gguf_file=next(source.glob("*.gguf")).name)
         tokenizer.save_pretrained(str(folder))

@@ -143,7 +143,9 @@ class TestEndings:
         assert fold.fold(ended.state, [0, 0]) == (ended.state, "", Finish("stop"))
         assert fold.fold_all([0, 1, 0, 0]).state.made == 2
 
-    @pytest.mark.parametrize(("rules", "param"), [({"max_tokens": 0}, "max_tokens"), ({"min_tokens": -1}, "min_tokens")])
+    @pytest.mark.parametrize(
+        ("rules", "param"), [({"max_tokens": 0}, "max_tokens"), ({"min_tokens": -1}, "min_tokens")]
+    )
     def test_senseless_counts_are_refused(self, rules: dict[str, int], param: str) -> None:
         with pytest.raises(HeadraceError) as caught:
             fold_of([], **rules)
@@ -152,7 +154,11 @@ class TestEndings:
     def test_rules_come_from_sampling(self) -> None:
         sampling = Sampling(max_tokens=9, min_tokens=1, stop=("x",), stop_token_ids=(7,), ignore_eos=True)
         fold = TextFold.of(ByteTokenizer(), sampling)
-        assert fold.fold_all(b"xabxc") == (TextState(made=4, begun=True, finish=Finish("stop", "x")), "xab", Finish("stop", "x"))
+        assert fold.fold_all(b"xabxc") == (
+            TextState(made=4, begun=True, finish=Finish("stop", "x")),
+            "xab",
+            Finish("stop", "x"),
+        )
         with pytest.raises(HeadraceError):
             TextFold.of(ByteTokenizer(), Sampling())
 

@@ -33,9 +33,7 @@ fixture_is_read_only = settings(suppress_health_check=[HealthCheck.function_scop
 
 def decoded(tokenizer: HfTokenizer, ids: list[int], *, skip_special_tokens: bool) -> str:
     """`ids` through the text fold, which nothing ends."""
-    fold = TextFold(
-        tokenizer, max_tokens=len(ids) + 1, ignore_eos=True, skip_special_tokens=skip_special_tokens
-    )
+    fold = TextFold(tokenizer, max_tokens=len(ids) + 1, ignore_eos=True, skip_special_tokens=skip_special_tokens)
     state, text, _ = fold.fold_all(ids)
     return text + fold.tail(state)
 
@@ -56,7 +54,11 @@ class TestByteTokenizer:
         tokenizer = ByteTokenizer()
         assert [i for i in range(tokenizer.vocab_size) if tokenizer.is_special(i)] == [256]
         assert tokenizer.eos_token_ids == {256}
-        assert (tokenizer.token_bytes(256), tokenizer.token_bytes(257), tokenizer.token_bytes(-1)) == (b"<eos>", b"", b"")
+        assert (tokenizer.token_bytes(256), tokenizer.token_bytes(257), tokenizer.token_bytes(-1)) == (
+            b"<eos>",
+            b"",
+            b"",
+        )
 
     @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
     def test_an_unpaired_surrogate_is_refused(self, text: str, byte_level_dir: Path) -> None:
@@ -139,7 +141,9 @@ class TestDirectories:
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.enable_truncation(2)
         tokenizer.enable_padding(length=8)
-        assert HfTokenizer.from_dir(save_tokenizer(tmp_path, tokenizer)).encode("aaaa", add_special_tokens=True) == [0] * 4
+        assert (
+            HfTokenizer.from_dir(save_tokenizer(tmp_path, tokenizer)).encode("aaaa", add_special_tokens=True) == [0] * 4
+        )
 
     def test_an_unusable_directory_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(HeadraceError, match="no usable"):
@@ -168,7 +172,7 @@ class TestDirectories:
 
 class TestSmolLM2:
     def test_it_equals_transformers(self, smollm2_dir: Path) -> None:
-        from transformers import AutoTokenizer  # noqa: PLC0415 - heavy, and only here
+        from transformers import AutoTokenizer
 
         theirs = AutoTokenizer.from_pretrained(str(smollm2_dir))
         ours = HfTokenizer.from_dir(smollm2_dir)
