@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Self
 
 import psutil
 
+from infra.ports import free_port, require_free
 from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
@@ -38,9 +38,7 @@ LOG_LINES_SHOWN = 12
 POLL_S = 0.05
 STARTED = b"Kafka Server started"
 
-# Waits for the end of its standard input, which comes when the broker's owner is gone, and then kills the broker.
-# psutil compares start times, so a process that got the same id later is left alone.
-_GUARD = "import sys, psutil; p = psutil.Process(int(sys.argv[1])); sys.stdin.read(); p.is_running() and p.kill()"
+_LAUNCH = Path(__file__).with_name("launch.py")
 
 
 class BrokerError(HeadraceError):
@@ -82,35 +80,6 @@ def class_path(folder: Path) -> list[Path]:
     temporary.write_text(json.dumps([str(jar.resolve()) for jar in jars]))
     temporary.replace(listing)
     return jars
-
-
-def free_port() -> int:
-    """A port that nothing listens on at present."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-def check_port(port: int) -> None:
-    """Raise BrokerError, naming the process that has it where that can be seen, if the port is in use."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            raise BrokerError(
-                f"Kafka can't listen on {HOST}:{port}: {_user_of(port) or error.strerror}. "
-                "Stop that process, or choose another port"
-            ) from error
-
-
-def _user_of(port: int) -> str | None:
-    with contextlib.suppress(psutil.Error, OSError):
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-                name = psutil.Process(connection.pid).name() if connection.pid else "another user's process"
-                return f"{name} (process {connection.pid}) uses it"
-    return None
 
 
 class EmbeddedKafka:
@@ -169,6 +138,7 @@ class EmbeddedKafka:
         """
         if self.pid is not None:
             return
+        self._end(signal.SIGKILL)  # what is left of one that died by itself
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._check_unused()
         self._choose_ports()
@@ -222,14 +192,14 @@ class EmbeddedKafka:
 
     def _choose_ports(self) -> None:
         if self.port == 0:
-            with contextlib.suppress(OSError, ValueError, KeyError, BrokerError):
+            with contextlib.suppress(OSError, ValueError, KeyError, HeadraceError):
                 last = int(json.loads((self.data_dir / "broker.json").read_text())["port"])
-                check_port(last)
+                require_free(last, HOST)
                 self.port = last
         if self.port == 0:
-            self.port = free_port()
-        check_port(self.port)
-        self._controller_port = free_port()
+            self.port = free_port(HOST)
+        require_free(self.port, HOST, "Kafka")
+        self._controller_port = free_port(HOST)
 
     def _write_properties(self) -> Path:
         path = self.data_dir / "server.properties"
@@ -278,12 +248,15 @@ class EmbeddedKafka:
             )
         self._process = process
         self._guard = subprocess.Popen(
-            [sys.executable, "-c", _GUARD, str(process.pid)],
+            [sys.executable, "-I", "-S", str(_LAUNCH), "guard"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            bufsize=0,
             start_new_session=True,
         )
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(b"+%d\n" % process.pid)
         state = {"pid": process.pid, "created": psutil.Process(process.pid).create_time(), "port": self.port}
         (self.data_dir / "broker.json").write_text(json.dumps(state))
         try:
@@ -324,12 +297,16 @@ class EmbeddedKafka:
                 process.wait()
         if guard is not None:
             assert guard.stdin is not None
-            guard.stdin.close()  # it finds the broker gone, and ends
+            with contextlib.suppress(OSError):  # the guard itself may have been killed
+                if process is not None:
+                    guard.stdin.write(b"-%d\n" % process.pid)
+            guard.stdin.close()
             guard.wait()
 
 
 def _last_lines(text: str) -> str:
-    return "\n".join(text.strip().splitlines()[-LOG_LINES_SHOWN:]) or "(it wrote nothing)"
+    lines = [line for line in text.strip().splitlines() if not line.startswith("\tat ")]  # no stack traces
+    return "\n".join(lines[-LOG_LINES_SHOWN:]) or "(it wrote nothing)"
 
 
 def broker_properties(log_dir: Path, port: int, controller_port: int) -> dict[str, str]:
