@@ -40,7 +40,17 @@ ROLES = (
         "admission",
         "judges requests",
         (ALL_REQUESTS, TENANTS, REGISTRY, WORKERS, SCHEMAS, "headrace-admission*"),
-        (ALL_REQUESTS, ALL_WORK, TOKENS, ALL_TENANT_TOKENS, LIFECYCLE, CONTROL, DEAD_LETTERS, SCHEMAS, "headrace-admission*"),
+        (
+            ALL_REQUESTS,
+            ALL_WORK,
+            TOKENS,
+            ALL_TENANT_TOKENS,
+            LIFECYCLE,
+            CONTROL,
+            DEAD_LETTERS,
+            SCHEMAS,
+            "headrace-admission*",
+        ),
         ("headrace-admission*", "admission*"),
     ),
     Role(

@@ -31,11 +31,11 @@ INTERRUPTED = 130
 class LazyGroup(click.Group):
     """A group whose commands are imported when they run; the list of commands needs none of them."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """The commands, most used first."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         """Imports the command, or None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return None
@@ -44,7 +44,7 @@ class LazyGroup(click.Group):
         assert isinstance(command, click.Command)
         return command
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """The commands with their one-line help, without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
@@ -53,7 +53,9 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="headrace", prog_name="headrace")
 @click.option("--data", metavar="DIR", help="The data directory (HEADRACE_DATA; default .headrace).")
-@click.option("--kafka", metavar="HOST:PORT", help="The Kafka cluster (HEADRACE_KAFKA; default: the one that `headrace up` runs).")
+@click.option(
+    "--kafka", metavar="HOST:PORT", help="The Kafka cluster (HEADRACE_KAFKA; default: the one that `headrace up` runs)."
+)
 def cli(data: str | None, kafka: str | None) -> None:
     """Model serving through a log: every request, decision and token is a Kafka event."""
     if data:
@@ -106,7 +108,7 @@ def _kafka_problem(error: Exception) -> str:
     where = kafka_settings().bootstrap
     if type(error).__name__ in ("KafkaConnectionError", "NodeNotReadyError", "KafkaTimeoutError"):
         return f"Kafka at {where} can't be reached; start one with `headrace up`, or name another with HEADRACE_KAFKA"
-    return f"Kafka at {where} refused: {error or type(error).__name__}"
+    return f"Kafka at {where} refused: {str(error) or type(error).__name__}"
 
 
 if __name__ == "__main__":

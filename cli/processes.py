@@ -49,7 +49,9 @@ def streams() -> None:
 
 
 @streams.command()
-@click.option("--tier", type=click.Choice(TIERS), default=None, help="The tier whose requests it judges (default interactive).")
+@click.option(
+    "--tier", type=click.Choice(TIERS), default=None, help="The tier whose requests it judges (default interactive)."
+)
 @OPS_PORT
 def admission(tier: str | None, ops_port: int | None) -> None:
     """Judge requests: admit and place them, or refuse them."""

@@ -58,7 +58,10 @@ class Read:
         }
         if self.event is not None:
             return out | {"event": plain(to_json(self.event))}
-        return out | {"undecodable": self.problem, "value": None if self.value is None else base64.b64encode(self.value).decode()}
+        return out | {
+            "undecodable": self.problem,
+            "value": None if self.value is None else base64.b64encode(self.value).decode(),
+        }
 
 
 def plain(value: Any) -> Any:
@@ -90,7 +93,9 @@ async def partitions_of(consumer: AIOKafkaConsumer, topics: Iterable[str]) -> li
     for topic in topics:
         if topic not in known:
             near = sorted(name for name in known if not name.startswith("__"))
-            raise HeadraceError(Reason.NOT_FOUND, f"there is no topic {topic!r}; there are: {', '.join(near) or 'none'}")
+            raise HeadraceError(
+                Reason.NOT_FOUND, f"there is no topic {topic!r}; there are: {', '.join(near) or 'none'}"
+            )
         found += [TopicPartition(topic, number) for number in sorted(consumer.partitions_for_topic(topic) or ())]
     return found
 
@@ -138,7 +143,9 @@ async def follow(
         left = limit
         while forever or await _before(consumer, ends):
             batch = await consumer.getmany(timeout_ms=POLL_MS, max_records=POLL_RECORDS_MAX)
-            records = sorted((r for some in batch.values() for r in some), key=lambda r: (r.timestamp, r.partition, r.offset))
+            records = sorted(
+                (r for some in batch.values() for r in some), key=lambda r: (r.timestamp, r.partition, r.offset)
+            )
             for record in records:
                 if not forever and record.offset >= ends[_partition_of(record)]:
                     continue
@@ -167,7 +174,11 @@ def shown(record: Read) -> str:
     if record.event is None:
         raw = "null" if record.value is None else repr(record.value[:UNDECODABLE_SHOWN_BYTES])
         return f"{record.problem}: {raw}"
-    parts = {name: value for name, value in plain(to_json(record.event)).items() if name != "type" and value not in (None, [], {}, "")}
+    parts = {
+        name: value
+        for name, value in plain(to_json(record.event)).items()
+        if name != "type" and value not in (None, [], {}, "")
+    }
     return " ".join(f"{name}={_short(value)}" for name, value in parts.items())
 
 

@@ -78,7 +78,9 @@ async def read_tenant(settings: KafkaSettings, name: str) -> TenantChanged:
     tenants = await read_tenants(settings)
     if name not in tenants:
         known = ", ".join(sorted(tenants)) or "none yet"
-        raise HeadraceError(Reason.NOT_FOUND, f"there is no tenant {name!r}; there are: {known} (`headrace tenants create`)")
+        raise HeadraceError(
+            Reason.NOT_FOUND, f"there is no tenant {name!r}; there are: {known} (`headrace tenants create`)"
+        )
     return tenants[name]
 
 
@@ -108,7 +110,13 @@ async def ensure_all(settings: KafkaSettings, replication: int = 1) -> list[dict
     for version in (await read_models(settings)).versions.values():
         reports += await ensure_model(settings, version, replication)
     return [
-        {"topic": r.name, "partitions": r.partitions, "done": "; ".join((r.action, *r.changes)), "action": r.action, "changes": list(r.changes)}
+        {
+            "topic": r.name,
+            "partitions": r.partitions,
+            "done": "; ".join((r.action, *r.changes)),
+            "action": r.action,
+            "changes": list(r.changes),
+        }
         for r in reports
     ]
 
@@ -155,4 +163,7 @@ def find_key(tenant: TenantChanged, key_id: str | None) -> ApiKey:
             return key
     known = ", ".join(key.key_id for key in tenant.keys) or "none"
     wanted = f"no key {key_id!r}" if key_id else "no key that is not revoked"
-    raise HeadraceError(Reason.NOT_FOUND, f"{tenant.tenant} has {wanted}; its keys: {known} (`headrace tenants keys add {tenant.tenant}`)")
+    raise HeadraceError(
+        Reason.NOT_FOUND,
+        f"{tenant.tenant} has {wanted}; its keys: {known} (`headrace tenants keys add {tenant.tenant}`)",
+    )

@@ -40,7 +40,9 @@ def _tiers(_ctx: click.Context, _param: click.Parameter, value: str | None) -> t
         return None
     tiers = tuple(part.strip() for part in value.split(",") if part.strip())
     if not tiers or (unknown := [tier for tier in tiers if tier not in TIERS]):
-        raise click.BadParameter(f"{', '.join(unknown) if tiers else 'nothing'} is no tier; there are: {', '.join(TIERS)}")
+        raise click.BadParameter(
+            f"{', '.join(unknown) if tiers else 'nothing'} is no tier; there are: {', '.join(TIERS)}"
+        )
     return tiers
 
 
@@ -53,7 +55,9 @@ def _duration(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     return duration_ms
 
 
-TIERS_OPTION = click.option("--tiers", callback=_tiers, metavar="TIER,…", help=f"Among {', '.join(TIERS)} (default {','.join(DEFAULT_TIERS)}).")
+TIERS_OPTION = click.option(
+    "--tiers", callback=_tiers, metavar="TIER,…", help=f"Among {', '.join(TIERS)} (default {','.join(DEFAULT_TIERS)})."
+)
 
 
 @click.group()
@@ -74,7 +78,10 @@ def create(name: str, tiers: tuple[str, ...] | None, as_json: bool) -> None:
 async def _create(settings: KafkaSettings, name: str, tiers: tuple[str, ...]) -> tuple[str, ApiKey]:
     tenant = new_tenant(name, now_ms())
     if name in await read_tenants(settings):
-        raise HeadraceError(Reason.CONFLICT, f"there is a tenant {name!r} already; `headrace tenants keys add {name}` gives it another key")
+        raise HeadraceError(
+            Reason.CONFLICT,
+            f"there is a tenant {name!r} already; `headrace tenants keys add {name}` gives it another key",
+        )
     key, kept = new_key(tiers, now_ms())
     await write_tenant(settings, add_key(tenant, kept))
     return key, kept
@@ -86,7 +93,9 @@ def _show_key(tenant: str, key: str, kept: ApiKey, as_json: bool) -> None:
         return
     out = console()
     out.print(f"{key}", style="bold")
-    out.print(f"This is the key of {tenant} (id {kept.key_id}, tiers {', '.join(kept.tiers)}). Only its hash is kept: it isn't shown again.")
+    out.print(
+        f"This is the key of {tenant} (id {kept.key_id}, tiers {', '.join(kept.tiers)}). Only its hash is kept: it isn't shown again."
+    )
 
 
 @tenants.command("list")
@@ -182,12 +191,30 @@ def revoke(name: str) -> None:
 
 @tenants.command()
 @click.argument("name")
-@click.option("--key-id", help="The key it stands for (default: the first that isn't revoked); revoking that key ends the grant.")
+@click.option(
+    "--key-id", help="The key it stands for (default: the first that isn't revoked); revoking that key ends the grant."
+)
 @TIERS_OPTION
-@click.option("--expires", "ttl_ms", default="1h", show_default=True, callback=_duration, metavar="1h", help="How long it holds: 90s, 15m, 1h, 7d.")
-@click.option("--encoding", type=click.Choice(["json", "avro"]), default="json", show_default=True, help="Of the answer's records.")
+@click.option(
+    "--expires",
+    "ttl_ms",
+    default="1h",
+    show_default=True,
+    callback=_duration,
+    metavar="1h",
+    help="How long it holds: 90s, 15m, 1h, 7d.",
+)
+@click.option(
+    "--encoding",
+    type=click.Choice(["json", "avro"]),
+    default="json",
+    show_default=True,
+    help="Of the answer's records.",
+)
 @JSON
-def grant(name: str, key_id: str | None, tiers: tuple[str, ...] | None, ttl_ms: int, encoding: str, as_json: bool) -> None:
+def grant(
+    name: str, key_id: str | None, tiers: tuple[str, ...] | None, ttl_ms: int, encoding: str, as_json: bool
+) -> None:
     """Sign a grant with which NAME may write requests to the log, and read the answers from its own topic."""
     from infra.settings import grant_secret
 
@@ -221,7 +248,10 @@ async def _grant(
     if key.revoked_ms is not None:
         raise HeadraceError(Reason.PERMISSION_DENIED, f"key {key.key_id} is revoked")
     if excess := [tier for tier in tiers or () if tier not in key.tiers]:
-        raise HeadraceError(Reason.PERMISSION_DENIED, f"key {key.key_id} doesn't hold for {', '.join(excess)}, only for {', '.join(key.tiers)}")
+        raise HeadraceError(
+            Reason.PERMISSION_DENIED,
+            f"key {key.key_id} doesn't hold for {', '.join(excess)}, only for {', '.join(key.tiers)}",
+        )
     await ensure_tenant(settings, name)
     reply = Reply(tenant_tokens_topic(name), 0, encoding)
     given = Grant(tenant=name, key_id=key.key_id, tiers=tiers or key.tiers, reply=reply, expires_ms=now_ms() + ttl_ms)

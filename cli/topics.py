@@ -24,7 +24,9 @@ def topics() -> None:
 
 
 @topics.command()
-@click.option("--replication", type=click.IntRange(1), default=1, show_default=True, help="Replicas of each new partition.")
+@click.option(
+    "--replication", type=click.IntRange(1), default=1, show_default=True, help="Replicas of each new partition."
+)
 @JSON
 def ensure(replication: int, as_json: bool) -> None:
     """Create what is missing, set what differs, and say what can't be put right."""
@@ -73,19 +75,34 @@ async def _list(settings: KafkaSettings) -> list[dict[str, object]]:
     for name in names:
         own = [partition for partition in partitions if partition.topic == name]
         written = sum(ends[p] for p in own)
-        rows.append({"topic": name, "partitions": len(own), "records": written - sum(begins[p] for p in own), "written": written})
+        rows.append(
+            {
+                "topic": name,
+                "partitions": len(own),
+                "records": written - sum(begins[p] for p in own),
+                "written": written,
+            }
+        )
     return rows
 
 
 def _check_start(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
     if not _START.fullmatch(value):
-        raise click.BadParameter(f"{value!r} is neither beginning, end, nor -N for N records before the end of each partition")
+        raise click.BadParameter(
+            f"{value!r} is neither beginning, end, nor -N for N records before the end of each partition"
+        )
     return value
 
 
 @topics.command()
 @click.argument("topic")
-@click.option("--from", "start", default="end", callback=_check_start, help="beginning, end (default), or -N: N records before each partition's end.")
+@click.option(
+    "--from",
+    "start",
+    default="end",
+    callback=_check_start,
+    help="beginning, end (default), or -N: N records before each partition's end.",
+)
 @click.option("--limit", type=click.IntRange(1), help="Stop after so many records.")
 @click.option("--follow/--no-follow", "forever", default=True, help="Wait for more at the end, or stop there.")
 @JSON
@@ -95,7 +112,9 @@ def tail(topic: str, start: str, limit: int | None, forever: bool, as_json: bool
         run_async(_tail(kafka_settings(), topic, start, limit, forever, as_json))
 
 
-async def _tail(settings: KafkaSettings, topic: str, start: str, limit: int | None, forever: bool, as_json: bool) -> None:
+async def _tail(
+    settings: KafkaSettings, topic: str, start: str, limit: int | None, forever: bool, as_json: bool
+) -> None:
     from rich.text import Text
 
     from cli.records import follow, shown

@@ -1,0 +1,138 @@
+"""`headrace models`: which model versions may be served, and which one a model's name goes to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cli.context import console, data_dir, kafka_settings, print_json, run_async, table
+from cli.registry import Models, now_ms, read_models, write
+from schemas.errors import HeadraceError
+from schemas.events import Event, ModelPromoted, ModelVersionRegistered
+from schemas.reasons import Reason
+from schemas.topics import REGISTRY
+
+if TYPE_CHECKING:
+    from infra.models_file import ModelEntry
+    from infra.settings import KafkaSettings
+
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+@click.group()
+def models() -> None:
+    """List, register and promote model versions."""
+
+
+@models.command("list")
+@JSON
+def list_(as_json: bool) -> None:
+    """Every registered version, and which is the stable one."""
+    found = run_async(read_models(kafka_settings()))
+    if as_json:
+        for row in _rows(found):
+            print_json(row)
+        return
+    shown = table("model", "version", "stable", "engine", ">context", ">slots", "tiers", "artifact")
+    for row in _rows(found):
+        stable = "yes" if row["stable"] else ""
+        limits = (str(row["context_length"]), str(row["slots"]), ", ".join(row["tiers"]))
+        shown.add_row(row["model"], row["version"], stable, row["engine"], *limits, row["artifact"])
+    console().print(shown if found.versions else "No model is registered yet: `headrace models register --file FILE`.")
+
+
+def _rows(found: Models) -> list[dict[str, Any]]:
+    from schemas.codec import to_json
+
+    return [
+        {
+            **{name: value for name, value in to_json(version).items() if name != "type"},
+            "stable": found.stable.get(version.model) == version.version,
+        }
+        for _, version in sorted(found.versions.items())
+    ]
+
+
+@models.command()
+@click.option(
+    "--file", "path", type=click.Path(path_type=Path, dir_okay=False), required=True, help="A models file (YAML)."
+)
+@click.option(
+    "--promote/--no-promote",
+    default=True,
+    show_default=True,
+    help="Send requests for the model's name to this version.",
+)
+@JSON
+def register(path: Path, promote: bool, as_json: bool) -> None:
+    """Register the versions of a models file, make their topics, and promote them."""
+    from infra.models_file import load
+
+    entries = load(path)
+    versions = [version_of(entry, data_dir(), lambda text: console(stderr=True).print(text)) for entry in entries]
+    run_async(register_versions(kafka_settings(), versions, promote=promote))
+    for version in versions:
+        if as_json:
+            print_json(
+                {"model": version.model, "version": version.version, "artifact": version.artifact, "promoted": promote}
+            )
+        else:
+            console().print(
+                f"{version.model} version {version.version} is registered{' and promoted' if promote else ''}."
+            )
+
+
+@models.command("promote")
+@click.argument("model")
+@click.argument("version")
+def promote_(model: str, version: str) -> None:
+    """Send requests for MODEL to VERSION from now on."""
+
+    async def work(settings: KafkaSettings) -> None:
+        found = await read_models(settings)
+        if (model, version) not in found.versions:
+            known = ", ".join(f"{name} {number}" for name, number in sorted(found.versions)) or "none yet"
+            raise HeadraceError(Reason.NOT_FOUND, f"{model} version {version} isn't registered; there are: {known}")
+        await write(settings, REGISTRY, (model, ModelPromoted(model, version)))
+
+    run_async(work(kafka_settings()))
+    console().print(f"Requests for {model} go to version {version} now.")
+
+
+def version_of(entry: ModelEntry, directory: Path, say: Any) -> ModelVersionRegistered:
+    """The event for one entry, its weights taken out of their package first if need be; `say` is told each step. Blocks."""
+    from infra import artifacts
+    from infra.models_file import SCRIPTED
+
+    if entry.artifact == SCRIPTED:
+        return entry.registered(None, now_ms())
+    folder = artifacts.ensure(entry.package, directory, say) if entry.package else Path(entry.artifact)
+    return entry.registered(folder, now_ms())
+
+
+async def register_versions(
+    settings: KafkaSettings, versions: list[ModelVersionRegistered], *, promote: bool = True
+) -> None:
+    """Makes the versions' topics, then writes what isn't in the registry yet: topics exist before anybody looks for them."""
+    from infra.topics import ensure_model
+
+    for version in versions:
+        await ensure_model(settings, version)
+    found = await read_models(settings)
+    events: list[tuple[str, Event]] = []
+    for version in versions:
+        if not _same(found.versions.get((version.model, version.version)), version):
+            events.append((version.model, version))
+        if promote and found.stable.get(version.model) != version.version:
+            events.append((version.model, ModelPromoted(version.model, version.version)))
+    if events:
+        await write(settings, REGISTRY, *events)
+
+
+def _same(old: ModelVersionRegistered | None, new: ModelVersionRegistered) -> bool:
+    """Whether a registration says nothing new: only its time differs."""
+    import dataclasses
+
+    return old is not None and dataclasses.replace(old, created_ms=new.created_ms) == new
