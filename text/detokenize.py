@@ -129,7 +129,7 @@ class TextFold:
         else:
             new, pending = _decode(state.pending + self.tokenizer.token_bytes(token_id))
         begun = state.begun or bool(new)
-        if new and not state.begun and self.tokenizer.strips_leading_space:
+        if not state.begun and self.tokenizer.strips_leading_space:
             new = new.removeprefix(" ")
         text, node, stop = self._match(state.node, new, search=made > self.min_tokens)
         if stop is not None:

@@ -49,13 +49,16 @@ class StopMatcher:
             match = self._match[node]
             if match is not None:
                 return node, Match(match[1], position + 1)
-        return self._settle(node), None
+        return node, None
 
     def skip(self, node: int, text: str) -> int:
         """Read `text` from `node` on without looking for matches that end in it. Return the new node."""
         for character in text:
             node = self._next(node, character)
-        return self._settle(node)
+        # A whole stop string that doesn't count isn't held, only what may still grow into another.
+        while node != ROOT and not self._children[node]:
+            node = self._fail[node]
+        return node
 
     def _insert(self, place: int, stop: str) -> None:
         node = ROOT
@@ -91,9 +94,3 @@ class StopMatcher:
                 return ROOT
             node = self._fail[node]
         return self._children[node][character]
-
-    def _settle(self, node: int) -> int:
-        """A whole stop string whose match was not looked for isn't held, only what may still grow into one."""
-        while node != ROOT and not self._children[node]:
-            node = self._fail[node]
-        return node
