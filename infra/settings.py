@@ -24,7 +24,7 @@ from schemas.reasons import Reason
 from schemas.topics import BATCH, HOUR_MS, INLINE_MAX_BYTES, INTERACTIVE, REQUEST_MAX_BYTES
 
 SECRET_BYTES = 32
-SECRET_BYTES_MIN = 16
+SECRET_BYTES_MIN = 32  # RFC 7518 §3.2: no shorter than the hash that HS256 uses
 BOOTSTRAP_MAX = 32
 DEFAULT_BOOTSTRAP = "127.0.0.1:9092"
 

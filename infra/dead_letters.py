@@ -1,0 +1,70 @@
+"""Puts a record that can't be processed aside, raw, where people can look at it and why it was refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infra import metrics
+from infra.log import EventProducer, RecordTooLarge
+from schemas.events import RecordDeadLettered
+from schemas.topics import DEAD_LETTERS, GRANT_HEADER
+
+MESSAGE_CHARS_MAX = 2_000
+HEADER_BYTES_MAX = 4_096
+HEADERS_MAX = 32
+KEY_BYTES_MAX = 4_096
+CUT_VALUE_BYTES = 1024 * 1024  # what is kept of a value too large to be wrapped
+
+
+async def dead_letter(producer: EventProducer, record: Any, reason: str, message: str, process: str) -> None:
+    """Write the record to `dead-letters` and return when the broker has it.
+
+    `record` is a ConsumerRecord or has its `topic`, `partition`, `offset`, `timestamp`, `key`, `value`, `headers`.
+    The grant is left out. Only a value that would make the record too large is cut, and the message says so.
+    Raises `NotDelivered` when the broker can't be reached.
+    """
+    event = RecordDeadLettered(
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        timestamp_ms=record.timestamp,
+        key=None if record.key is None else bytes(record.key)[:KEY_BYTES_MAX],
+        value=record.value,
+        headers=_headers(record.headers),
+        reason=reason,
+        message=_text(message),
+        process=process,
+    )
+    try:
+        await producer.send_and_wait(DEAD_LETTERS, event, key=event.topic)
+    except RecordTooLarge:
+        await producer.send_and_wait(DEAD_LETTERS, _cut(event), key=event.topic)
+    metrics.DEAD_LETTERS.labels(record.topic, reason).inc()
+
+
+def _headers(headers: Any) -> dict[str, bytes]:
+    kept: dict[str, bytes] = {}
+    for name, value in list(headers or ())[:HEADERS_MAX]:
+        if name.lower() != GRANT_HEADER:
+            kept[_text(name)[:HEADER_BYTES_MAX]] = bytes(value or b"")[:HEADER_BYTES_MAX]
+    return kept
+
+
+def _text(text: str) -> str:
+    return text[:MESSAGE_CHARS_MAX].encode("utf-8", "replace").decode()
+
+
+def _cut(event: RecordDeadLettered) -> RecordDeadLettered:
+    value = event.value or b""
+    return RecordDeadLettered(
+        topic=event.topic,
+        partition=event.partition,
+        offset=event.offset,
+        timestamp_ms=event.timestamp_ms,
+        key=event.key,
+        value=value[:CUT_VALUE_BYTES],
+        headers=event.headers,
+        reason=event.reason,
+        message=f"{event.message} (the first {CUT_VALUE_BYTES} of {len(value)} bytes are kept)",
+        process=event.process,
+    )

@@ -1,0 +1,332 @@
+"""Events onto the log and off it again.
+
+`EventProducer` owns one idempotent Kafka producer and replaces it when a failed batch has broken its sequence.
+`EventDecoder` knows every schema that this version has, and looks others up in the topic `schemas`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import structlog
+from aiokafka import AIOKafkaProducer
+from aiokafka.errors import KafkaError, MessageSizeTooLargeError
+from aiokafka.structs import RecordMetadata
+
+from infra.kafka import make_producer
+from infra.read import Positions, read_to_end
+from infra.settings import KafkaSettings
+from schemas.codec import Codec, encode, encode_json, published
+from schemas.errors import HeadraceError, Undecodable, UnknownSchema
+from schemas.events import EVENT_TYPES, Event, SchemaPublished
+from schemas.reasons import Reason
+from schemas.topics import SCHEMAS
+
+Headers = Sequence[tuple[str, bytes]]
+
+REQUEST_TIMEOUT_MS = 15_000
+TOPIC_WAIT_S = 5.0
+FLUSH_WAIT_S = 10.0
+ABANDON_WAIT_S = 5.0
+REBUILD_TRIES_MAX = 8
+REBUILD_BACKOFF_S = 0.1
+REBUILD_BACKOFF_MAX_S = 5.0
+SEND_WAIT_S = 15.0  # a send during a rebuild waits this long for its end
+UNKNOWN_SCHEMAS_MAX = 1024
+UNKNOWN_RECHECK_S = 5.0
+
+
+class NotDelivered(HeadraceError, KafkaError):  # type: ignore[misc]  # aiokafka has no types
+    """The broker has not confirmed the record, and it may or may not be in the log. Sending it again is right."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.UNAVAILABLE, message)
+
+
+class NoSuchPartition(HeadraceError, KafkaError):  # type: ignore[misc]
+    """The topic, or its partition, doesn't exist."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.INVALID_REQUEST, message)
+
+
+class RecordTooLarge(HeadraceError, MessageSizeTooLargeError):  # type: ignore[misc]
+    """The record is larger than a topic takes (`schemas.topics.RECORD_MAX_BYTES`)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Reason.PAYLOAD_TOO_LARGE, message)
+
+
+class EventProducer:
+    """Writes events. For one event loop; safe for any number of its tasks.
+
+    Records of one partition arrive in the order in which `send` was called, each once, unless a future fails: then
+    that record's fate is unknown, and so is that of all that were on their way (their futures fail too).
+    """
+
+    def __init__(self, settings: KafkaSettings, process: str) -> None:
+        self._settings = settings
+        self._log = structlog.get_logger(process)
+        self._producer: AIOKafkaProducer | None = None
+        self._topics: set[str] = set()
+        self._outstanding: set[asyncio.Future[RecordMetadata]] = set()
+        self._ready = asyncio.Event()
+        self._rebuilding: asyncio.Task[None] | None = None
+        self._closed = True
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be sent at present, or None: for a readiness check."""
+        if self._closed:
+            return "the producer is closed"
+        return None if self._ready.is_set() else "the producer is being replaced after a failed delivery"
+
+    @property
+    def outstanding(self) -> int:
+        """Records sent and not yet confirmed."""
+        return len(self._outstanding)
+
+    async def start(self) -> None:
+        """Connect, and make the schemas that it writes known. Raises HeadraceError (unavailable) if it can't."""
+        try:
+            self._producer = await self._connect()
+        except (KafkaError, OSError) as error:
+            raise NotDelivered(f"Kafka at {self._settings.bootstrap} can't be reached: {error}") from error
+        self._closed = False
+        self._ready.set()
+        try:
+            await self._publish_schemas()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Send what is buffered, for at most `FLUSH_WAIT_S`, and close. What is left then fails with `NotDelivered`."""
+        self._closed = True
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+            await asyncio.wait([self._rebuilding])
+            self._rebuilding = None
+        producer, self._producer = self._producer, None
+        if producer is not None:
+            with contextlib.suppress(TimeoutError, KafkaError):
+                await asyncio.wait_for(producer.flush(), FLUSH_WAIT_S)
+            await asyncio.sleep(0)  # lets confirmed records' callbacks run
+            await _abandon(producer)
+        self._fail_outstanding("the producer was closed")
+
+    async def send(
+        self,
+        topic: str,
+        event: Event,
+        *,
+        key: str | None = None,
+        partition: int | None = None,
+        headers: Headers = (),
+        encoding: str = "avro",
+    ) -> asyncio.Future[RecordMetadata]:
+        """Buffer an event; the future resolves when the broker has confirmed it.
+
+        `encoding` is `avro` or `json`. Raises, and the future fails, with HeadraceError: `NotDelivered` (retriable),
+        `RecordTooLarge`, `NoSuchPartition`; and invalid_request for an event that can't be encoded. A future that
+        nobody awaits is logged if it fails, and otherwise harmless.
+        """
+        value = encode(event) if encoding == "avro" else encode_json(event)
+        return await self.send_raw(topic, value, None if key is None else key.encode(), partition, headers)
+
+    async def send_and_wait(
+        self,
+        topic: str,
+        event: Event,
+        *,
+        key: str | None = None,
+        partition: int | None = None,
+        headers: Headers = (),
+        encoding: str = "avro",
+    ) -> RecordMetadata:
+        """`send`, and wait for the broker's word."""
+        return await (await self.send(topic, event, key=key, partition=partition, headers=headers, encoding=encoding))
+
+    async def send_raw(
+        self,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None = None,
+        partition: int | None = None,
+        headers: Headers = (),
+    ) -> asyncio.Future[RecordMetadata]:
+        """`send` for bytes. No value is a tombstone, which needs a key."""
+        if value is None and key is None:
+            raise HeadraceError(Reason.INVALID_REQUEST, "a record needs a value or a key")
+        producer = await self._usable()
+        if topic not in self._topics:
+            await self._meet(producer, topic)
+        try:
+            inner = await self._buffer(producer, topic, value, key, partition, headers)
+        except MessageSizeTooLargeError as error:
+            raise RecordTooLarge(f"a record for {topic} is too large: {error}") from error
+        except (KafkaError, OSError) as error:
+            raise NotDelivered(f"a record for {topic} can't be sent: {error}") from error
+        outer: asyncio.Future[RecordMetadata] = asyncio.get_running_loop().create_future()
+        self._outstanding.add(outer)
+        inner.add_done_callback(partial(self._settle, outer, producer))
+        return outer
+
+    async def _usable(self) -> AIOKafkaProducer:
+        if not self._ready.is_set() and not self._closed:
+            if self._rebuilding is None or self._rebuilding.done():  # the last round of tries gave up
+                self._rebuilding = asyncio.create_task(self._rebuild())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), SEND_WAIT_S)
+        if self._producer is None or not self._ready.is_set():
+            raise NotDelivered(self.failure or "the producer is closed")
+        return self._producer
+
+    async def _meet(self, producer: AIOKafkaProducer, topic: str) -> None:
+        """Wait a little for a topic's metadata. A missing one is forgotten again, or aiokafka would keep asking."""
+        try:
+            await asyncio.wait_for(producer.partitions_for(topic), TOPIC_WAIT_S)
+        except (TimeoutError, KafkaError) as error:
+            producer.client.set_topics(set(self._topics))
+            if isinstance(error, TimeoutError):
+                raise NoSuchPartition(f"the topic {topic} doesn't exist") from None
+            raise NotDelivered(f"a record for {topic} can't be sent: {error}") from error
+        self._topics.add(topic)
+
+    async def _buffer(
+        self,
+        producer: AIOKafkaProducer,
+        topic: str,
+        value: bytes | None,
+        key: bytes | None,
+        partition: int | None,
+        headers: Headers,
+    ) -> asyncio.Future[RecordMetadata]:
+        known = producer.client.cluster.partitions_for_topic(topic) or ()
+        if partition is not None and partition not in known:
+            await producer.client.force_metadata_update()  # the topic may have grown
+            if partition not in (producer.client.cluster.partitions_for_topic(topic) or ()):
+                raise NoSuchPartition(f"the topic {topic} has no partition {partition}")
+        inner: asyncio.Future[RecordMetadata] = await producer.send(topic, value, key, partition, headers=list(headers))
+        return inner
+
+    def _settle(
+        self,
+        outer: asyncio.Future[RecordMetadata],
+        producer: AIOKafkaProducer,
+        inner: asyncio.Future[RecordMetadata],
+    ) -> None:
+        self._outstanding.discard(outer)
+        if inner.cancelled():
+            error: BaseException | None = asyncio.CancelledError()
+        else:
+            error = inner.exception()
+        if error is None:
+            if not outer.done():
+                outer.set_result(inner.result())
+            return
+        self._fail(outer, f"the broker did not take a record: {error!r}")
+        if producer is self._producer and not self._closed:
+            # Its sequence number was used up, so the broker would refuse all that follows.
+            self._log.warning("producer is replaced", error=repr(error), outstanding=len(self._outstanding))
+            self._ready.clear()
+            self._fail_outstanding("the producer was replaced after another record failed")
+            if self._rebuilding is None or self._rebuilding.done():
+                self._rebuilding = asyncio.create_task(self._rebuild())
+
+    def _fail(self, outer: asyncio.Future[RecordMetadata], message: str) -> None:
+        if not outer.done():
+            outer.set_exception(NotDelivered(message))
+            outer.exception()  # marks it as seen, for callers that don't await it
+
+    def _fail_outstanding(self, message: str) -> None:
+        failed, self._outstanding = self._outstanding, set()
+        for outer in failed:
+            self._fail(outer, message)
+
+    async def _connect(self) -> AIOKafkaProducer:
+        producer = make_producer(self._settings, request_timeout_ms=REQUEST_TIMEOUT_MS)
+        try:
+            await producer.start()
+        except BaseException:
+            await _abandon(producer)
+            raise
+        return producer
+
+    async def _rebuild(self) -> None:
+        old, self._producer = self._producer, None
+        if old is not None:
+            await _abandon(old)
+        backoff_s = REBUILD_BACKOFF_S
+        for _ in range(REBUILD_TRIES_MAX):
+            try:
+                self._topics.clear()
+                self._producer = await self._connect()
+                self._ready.set()
+                return
+            except (KafkaError, OSError) as error:
+                self._log.warning("producer can't be replaced yet", error=repr(error))
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(backoff_s * 2, REBUILD_BACKOFF_MAX_S)
+
+    async def _publish_schemas(self) -> None:
+        codec, there = Codec(), set()
+        async for record in read_to_end(self._settings, SCHEMAS):
+            with contextlib.suppress(Undecodable):
+                event = codec.decode(record.value)
+                if isinstance(event, SchemaPublished):
+                    there.add(event.fingerprint)
+        missing = [item for cls in EVENT_TYPES if (item := published(cls)).fingerprint not in there]
+        await asyncio.gather(*[await self.send(SCHEMAS, item, key=item.fingerprint) for item in missing])
+
+
+async def _abandon(producer: AIOKafkaProducer) -> None:
+    """Close a producer at once, whatever it still holds. Its own `stop` waits without limit for what it can't send."""
+    inside: Any = producer
+    inside._closed = True  # noqa: SLF001  # else it warns that it was not closed
+    await producer.client.close()
+    with contextlib.suppress(TimeoutError, KafkaError):
+        await asyncio.wait_for(inside._sender.close(), ABANDON_WAIT_S)  # noqa: SLF001
+
+
+class EventDecoder:
+    """Reads events of any writer: those it can't know from its own schemas it looks up in the topic `schemas`."""
+
+    def __init__(self, settings: KafkaSettings) -> None:
+        self.codec = Codec()
+        self._settings = settings
+        self._positions: Positions = {}
+        self._unknown: OrderedDict[str, float] = OrderedDict()  # fingerprint: when to look again, in loop time
+        self._lock = asyncio.Lock()
+
+    async def decode(self, value: bytes | None) -> Event:
+        """The event in a record's value. Raises `Undecodable` for anything else; HeadraceError (unavailable) if the
+        schema isn't known here and the topic `schemas` can't be read.
+        """
+        try:
+            return self.codec.decode(value)
+        except UnknownSchema as unknown:
+            await self._look_up(unknown.fingerprint)
+        return self.codec.decode(value)
+
+    async def _look_up(self, fingerprint: str) -> None:
+        """Learn what is new in the topic; a fingerprint that isn't there is not looked for again for a while."""
+        loop = asyncio.get_running_loop()
+        async with self._lock:
+            if self.codec.knows(fingerprint) or loop.time() < self._unknown.get(fingerprint, 0.0):
+                return
+            async for record in read_to_end(self._settings, SCHEMAS, self._positions):
+                with contextlib.suppress(Undecodable):
+                    event = self.codec.decode(record.value)
+                    if isinstance(event, SchemaPublished):
+                        self.codec.learn(event)
+            if not self.codec.knows(fingerprint):
+                self._unknown[fingerprint] = loop.time() + UNKNOWN_RECHECK_S
+                self._unknown.move_to_end(fingerprint)
+                while len(self._unknown) > UNKNOWN_SCHEMAS_MAX:
+                    self._unknown.popitem(last=False)
