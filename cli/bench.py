@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.util
 import inspect
 import pkgutil
 from typing import Any

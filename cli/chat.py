@@ -162,7 +162,7 @@ def chat(
             reached = isinstance(error, httpx.ReadTimeout | httpx.RemoteProtocolError | httpx.ReadError)
             what = "broke off" if reached else "can't be reached"
             raise HeadraceError(
-                Reason.UNAVAILABLE, f"the front door at {address} {what}: {error or type(error).__name__}"
+                Reason.UNAVAILABLE, f"the front door at {address} {what}: {str(error) or type(error).__name__}"
             ) from error
 
 

@@ -108,8 +108,9 @@ def version_of(entry: ModelEntry, directory: Path, say: Any) -> ModelVersionRegi
 
     if entry.artifact == SCRIPTED:
         return entry.registered(None, now_ms())
-    folder = artifacts.ensure(entry.package, directory, say) if entry.package else Path(entry.artifact)
-    return entry.registered(folder, now_ms())
+    folder = artifacts.resolve_artifact(entry.artifact, directory, say)
+    known = (folder / artifacts.MANIFEST).exists()
+    return entry.registered(folder, now_ms(), artifacts.read_manifest(folder).digest if known else "")
 
 
 async def register_versions(

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -176,8 +176,11 @@ class Supervisor:
             await self._guarded("-", adopted.pid)
             self._write_state()
 
-    async def ready(self, name: str, timeout_s: float) -> None:
-        """Waits until the child's /readyz answers 200. Raises ChildFailed with its last words if it doesn't come to that."""
+    async def ready(self, name: str, timeout_s: float, on_wait: Callable[[str], None] | None = None) -> None:
+        """Waits until the child's /readyz answers 200. Raises ChildFailed with its last words if it doesn't come to that.
+
+        `on_wait` is told at each look what is still missing; what it raises ends the wait.
+        """
         child = self._child(name)
         give_up_at = time.monotonic() + timeout_s
         objection = "it has not answered yet"
@@ -200,6 +203,8 @@ class Supervisor:
                         if answer.status_code == 200:
                             return
                         objection = answer.text.strip()
+                if on_wait is not None:
+                    on_wait(objection)
                 if time.monotonic() > give_up_at:
                     raise ChildFailed(f"{name} is not ready after {timeout_s:.0f} s: {objection}{_last_words(child)}")
                 await asyncio.sleep(READY_POLL_S)
