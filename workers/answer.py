@@ -1,0 +1,232 @@
+"""Writes one attempt's events to the caller's `tokens` partition, in order, merging what the broker hasn't taken yet.
+
+Few sends are in flight at once; tokens made meanwhile go out together, so a slow broker costs larger chunks and never memory. Before a
+rebalance the attempt is released and pauses; if the partition comes back it starts again at the token it had reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from infra.log import EventProducer, Headers
+from schemas.events import (
+    Attempt,
+    ChoiceEnd,
+    Event,
+    GenerationReleased,
+    GenerationStarted,
+    InferenceCompleted,
+    InferenceFailed,
+    InferenceScheduled,
+    Timings,
+    TokenLogprob,
+    TokensGenerated,
+    Usage,
+)
+from schemas.reasons import Reason
+
+IN_FLIGHT_MAX = 4
+"""Sends of one answer that the broker may have yet to confirm."""
+PENDING_TOKENS_MAX = 512
+"""Tokens of one choice that wait for a send; beyond that, generation waits."""
+RECORD_TOKENS_MAX = 512
+RECORD_LOGPROB_TOKENS_MAX = 64
+WHOLE_TOKENS = 64
+"""An answer that nobody watches goes out in chunks of this many tokens,"""
+WHOLE_LINGER_S = 0.25
+"""or after this long."""
+
+
+@dataclass(slots=True)
+class _Choice:
+    sent: int = 0
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    flushed_s: float = 0.0
+
+
+class Answer:
+    """One attempt's side of the stream. Any send that fails makes the next call raise: the worker can't go on without the log."""
+
+    def __init__(
+        self,
+        producer: EventProducer,
+        work: InferenceScheduled,
+        attempt: Attempt,
+        worker_id: str,
+        headers: Headers,
+        linger_ms: int = 0,
+    ) -> None:
+        """Nothing is written before `start`."""
+        self._producer = producer
+        self._work = work
+        self.attempt = attempt
+        self._worker_id = worker_id
+        self._headers = headers
+        self._linger_s = linger_ms / 1000
+        self._choices: list[_Choice] = []
+        self._in_flight: deque[asyncio.Future[object]] = deque()
+        self._lock = asyncio.Lock()
+        self._writing = asyncio.Event()
+        self._begun: GenerationStarted | None = None
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """For each choice, the tokens made so far, sent or not."""
+        return tuple(choice.sent + len(choice.ids) for choice in self._choices)
+
+    async def start(self, from_tokens: tuple[int, ...], queue_ms: float) -> None:
+        """Writes that generation starts, or goes on, from these tokens."""
+        work = self._work
+        self._choices = [_Choice(sent=count) for count in from_tokens]
+        self._begun = GenerationStarted(
+            work.request_id, work.tenant, work.model, work.version, work.tier, self.attempt, from_tokens, len(work.prompt_token_ids), self._worker_id, queue_ms, work.sampling,
+        )  # fmt: skip
+        async with self._lock:
+            await self._send(self._begun)
+            self._writing.set()
+
+    async def add(self, index: int, ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprob, ...] | None) -> bool:
+        """Takes new tokens of a choice and the text they release. True if they have been sent, or sent off, at once."""
+        choice = self._choices[index]
+        choice.ids.extend(ids)
+        choice.texts.append(text)
+        if logprobs is not None:
+            choice.logprobs.extend(logprobs)
+        while len(choice.ids) >= PENDING_TOKENS_MAX:
+            await self._writing.wait()
+            await self._settle(IN_FLIGHT_MAX - 1)
+            await self._flush(index)
+        if not self._due(choice):
+            return False
+        await self._flush(index)
+        return not choice.ids
+
+    def _due(self, choice: _Choice) -> bool:
+        if not choice.ids or not self._writing.is_set():
+            return False
+        waited_s = time.monotonic() - choice.flushed_s
+        if not self._work.stream:
+            return len(choice.ids) >= WHOLE_TOKENS or waited_s >= WHOLE_LINGER_S
+        self._trim()
+        return waited_s >= self._linger_s and len(self._in_flight) < IN_FLIGHT_MAX
+
+    async def _flush(self, index: int) -> None:
+        """Sends what a choice holds, unless the attempt pauses."""
+        choice = self._choices[index]
+        async with self._lock:
+            while choice.ids and self._writing.is_set():
+                count = min(len(choice.ids), RECORD_LOGPROB_TOKENS_MAX if choice.logprobs else RECORD_TOKENS_MAX)
+                # The text belongs after the last of its tokens. More of both may come while this is sent.
+                texts = len(choice.texts) if count == len(choice.ids) else 0
+                logprobs = tuple(choice.logprobs[:count]) or None
+                await self._send(
+                    TokensGenerated(
+                        self._work.request_id,
+                        index,
+                        self.attempt,
+                        choice.sent,
+                        tuple(choice.ids[:count]),
+                        "".join(choice.texts[:texts]),
+                        logprobs,
+                    )
+                )
+                # Only now: a send that is cancelled has sent nothing.
+                choice.sent += count
+                del choice.ids[:count], choice.logprobs[:count], choice.texts[:texts]
+                choice.flushed_s = time.monotonic()
+
+    async def complete(self, ends: tuple[ChoiceEnd, ...], usage: Usage, timings: Timings) -> None:
+        """Writes the ending; returns when the broker has confirmed all of it."""
+        work = self._work
+        await self._end(
+            InferenceCompleted(
+                work.request_id,
+                work.tenant,
+                work.model,
+                work.version,
+                work.tier,
+                self.attempt,
+                ends,
+                usage,
+                timings,
+                self._worker_id,
+            )
+        )
+
+    async def fail(self, reason: Reason, message: str, usage: Usage | None = None) -> None:
+        """Writes a failed ending; returns when the broker has confirmed all of it."""
+        work = self._work
+        # The totals are taken once everything is flushed, so they are right whatever was pending.
+        await self._end(
+            InferenceFailed(
+                work.request_id,
+                work.tenant,
+                work.model,
+                work.version,
+                work.tier,
+                reason.value,
+                message,
+                self.attempt,
+                self.totals,
+                usage=usage,
+            )
+        )
+
+    async def _end(self, event: Event) -> None:
+        while True:
+            await self._writing.wait()
+            for index in range(len(self._choices)):
+                await self._flush(index)
+            async with self._lock:
+                if self._writing.is_set() and not any(choice.ids for choice in self._choices):
+                    await self._send(event)
+                    break
+        await self._settle(0)
+
+    async def pause(self) -> None:
+        """Flushes, then releases the attempt and holds back whatever is still made; returns when the broker has confirmed it."""
+        if self._begun is None:
+            return
+        for index in range(len(self._choices)):
+            await self._flush(index)
+        async with self._lock:
+            if self._writing.is_set():
+                self._writing.clear()
+                await self._send(GenerationReleased(self._work.request_id, self.attempt, self._worker_id))
+        await self._settle(0)
+
+    async def resume(self) -> None:
+        """Starts the attempt again where it paused."""
+        if self._begun is None or self._writing.is_set():
+            return
+        async with self._lock:
+            await self._send(replace(self._begun, from_tokens=tuple(choice.sent for choice in self._choices)))
+            self._writing.set()
+
+    async def _send(self, event: Event) -> None:
+        reply = self._work.reply
+        future = await self._producer.send(
+            reply.topic,
+            event,
+            key=self._work.request_id,
+            partition=reply.partition,
+            headers=self._headers,
+            encoding=reply.encoding,
+        )
+        self._in_flight.append(future)
+
+    def _trim(self) -> None:
+        """Forgets sends that the broker confirmed; raises what one failed with."""
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.popleft().result()
+
+    async def _settle(self, count: int) -> None:
+        """Waits until at most so many sends are in flight."""
+        while len(self._in_flight) > count:
+            await asyncio.shield(self._in_flight[0])
+            self._trim()

@@ -1,0 +1,55 @@
+"""Makes the engine that a model version names. An engine's own packages are imported only when it is chosen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from schemas.errors import HeadraceError
+from schemas.events import ModelVersionRegistered
+from schemas.reasons import Reason
+from workers.engines.port import Engine, EngineConfig
+
+SCRIPTED, VLLM = "scripted", "vllm"
+ENGINES = (VLLM, SCRIPTED)
+
+
+def config_of(version: ModelVersionRegistered, slots: int) -> EngineConfig:
+    """The engine's configuration. Raises HeadraceError (invalid_request) if `engine_args` is no JSON object."""
+    try:
+        given: Any = json.loads(version.engine_args or "{}")
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise HeadraceError(
+            Reason.INVALID_REQUEST,
+            f"engine_args of {version.model} {version.version} must be a JSON object",
+            param="engine_args",
+        )
+    return EngineConfig(version.model, version.artifact, version.context_length, slots, given)
+
+
+def make_engine(version: ModelVersionRegistered, slots: int) -> Engine:
+    """The engine, not yet started. Raises HeadraceError for one that is unknown, not installed, or refuses its arguments."""
+    config = config_of(version, slots)
+    if version.engine == SCRIPTED:
+        from workers.engines.scripted import ScriptedEngine
+
+        return ScriptedEngine(config)
+    if version.engine == VLLM:
+        from workers.engines.vllm import VllmEngine
+
+        return VllmEngine(config)
+    raise HeadraceError(
+        Reason.INVALID_REQUEST,
+        f"{version.model} {version.version} names the engine {version.engine!r}; there are {', '.join(ENGINES)}",
+        param="engine",
+    )
+
+
+def tokenizer_ref(version: ModelVersionRegistered) -> str:
+    """What `text.tokenizer.load_tokenizer` takes for a version: its own word, else `bytes` or the directory of its weights."""
+    if version.tokenizer:
+        return version.tokenizer
+    return "bytes" if version.engine == SCRIPTED else str(Path(version.artifact))

@@ -1,0 +1,390 @@
+"""The worker's loop: fetch into windows, fence what may have an owner, choose, run, commit, report.
+
+Tasks: one that fetches, one that commits and drops what is past its deadline, one that reports, one for each running request and one
+for each batch being taken over. If any of them fails the loop ends, and with it the process: the log's next owner goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+from aiokafka import ConsumerRecord
+
+from decisions.takeover import Action
+from decisions.window import Waiting, choose, expired, window_records
+from infra import metrics
+from infra.dead_letters import dead_letter
+from infra.log import EventDecoder, EventProducer
+from infra.settings import WorkerSettings
+from infra.tracing import child
+from schemas.errors import HeadraceError, Undecodable
+from schemas.events import Attempt, InferenceFailed, InferenceScheduled, ModelVersionRegistered, PartitionReport
+from schemas.reasons import Reason
+from schemas.topics import GRANT_HEADER, work_topic
+from text.tokenizer import Tokenizer
+from workers.control import Control
+from workers.engines.port import Engine, EngineDead
+from workers.group import Group, Held
+from workers.job import Job, Stop, Tools
+from workers.report import DRAINING, READY, STOPPED, Load, Reporter
+from workers.slots import Slots
+from workers.takeover import TakeOver
+from workers.work import RequestKey, Work, fresh_plan
+
+log = structlog.get_logger("worker")
+
+PROCESS = "worker"
+COUNTER_BITS = 32
+COUNTER_SALT_BITS = 20
+LEAVE_WAIT_S = 5.0
+
+
+def group_id(model: str, version: str) -> str:
+    """The consumer group of a model version's workers."""
+    return f"work.{model}.{version}"
+
+
+class WorkerLoop:
+    """One worker of one model version. The engine is started, and the producer too; topics exist."""
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        version: ModelVersionRegistered,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        producer: EventProducer,
+        reporter: Reporter,
+    ) -> None:
+        """Nothing runs before `run`."""
+        self._settings = settings
+        self._version = version
+        self._engine = engine
+        self._producer = producer
+        self._reporter = reporter
+        self._decoder = EventDecoder(settings.kafka)
+        self._slots = Slots(settings.slots or version.slots, self._fill)
+        self._tools = Tools(
+            engine, producer, tokenizer, self._slots, settings.worker_id, settings.chunk_linger_ms, reporter.rate.count
+        )
+        records = window_records(settings.window_records, version.slots)
+        tiers = [tier for tier in settings.tiers if tier in version.tiers]
+        topics = [work_topic(version.model, version.version, tier) for tier in tiers]
+        self._group = Group(settings, group_id(version.model, version.version), topics, records, self)
+        self._control = Control(settings.kafka, self._cancel)
+        self._takeover = TakeOver(settings, producer, self._decoder)
+        self._works: dict[RequestKey, Work] = {}
+        self._waiting: list[Work] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._failed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._draining = False
+        self._taken = 0
+        # Attempts of one generation must differ between workers too: a record may be in the log twice.
+        self._counter = random.getrandbits(COUNTER_SALT_BITS) << COUNTER_BITS
+        self._committed_s = 0.0
+        reporter.load = self._load
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why it can't take work yet, or None."""
+        if self._draining:
+            return "draining"
+        return self._producer.failure if self._group.joined else "waiting for the group's assignment"
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set, then drains. Raises what made it unable to go on."""
+        await self._takeover.start()
+        try:
+            await self._control.start()
+            await self._group.start()
+            await self._reporter.change(READY)
+            fetching = self._spawn(self._fetch(), self._tasks)
+            self._spawn(self._keep(), self._tasks)
+            self._spawn(self._reporter.run(), self._tasks)
+            await self._until(stop)
+            fetching.cancel()
+            await self._drain()
+        finally:
+            await self._leave()
+        if self._failure is not None:
+            raise self._failure
+
+    # --- tasks -------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None], kind: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        kind.add(task)
+        task.add_done_callback(kind.discard)
+        task.add_done_callback(self._note)
+        return task
+
+    def _note(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
+            self._failure = error
+            self._failed.set()
+
+    async def _until(self, stop: asyncio.Event) -> None:
+        waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._failed.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _fetch(self) -> None:
+        while True:
+            suspects = []
+            for held, record in await self._group.fetch():
+                work = await self._open(held, record)
+                if work is None:
+                    continue
+                self._works[work.key] = work
+                if work.suspect:
+                    suspects.append(work)
+                else:
+                    self._waiting.append(work)
+            if suspects:
+                self._spawn(self._take_over(suspects), self._tasks)
+            self._fill()
+
+    async def _keep(self) -> None:
+        """Commits, at the interval or when a window needs it, and drops what is past its deadline."""
+        interval_s = self._settings.commit_interval_ms / 1000
+        while True:
+            await asyncio.sleep(interval_s / 4)
+            committed_s = time.monotonic()
+            if self._group.commit_due or committed_s - self._committed_s >= interval_s:
+                self._committed_s = committed_s
+                await self._group.commit()
+                self._drop_expired()
+
+    # --- taking ------------------------------------------------------------------------------------------------------
+
+    async def _open(self, held: Held, record: ConsumerRecord[bytes, bytes]) -> Work | None:
+        """The work in a record; None if there is nothing to do, and then the record is finished."""
+        try:
+            event = await self._decoder.decode(record.value)
+            if not isinstance(event, InferenceScheduled):
+                raise Undecodable(f"{type(event).__name__} is no work")
+            if (event.model, event.version) != (self._version.model, self._version.version):
+                raise Undecodable(f"it is for {event.model} {event.version}")
+        except Undecodable as error:
+            await dead_letter(self._producer, record, error.reason.value, error.message, PROCESS)
+            self._group.finish(held, record.offset)
+            return None
+        self._taken += 1
+        headers = tuple((name, value) for name, value in record.headers if name != GRANT_HEADER)
+        work = Work(held, record, event, headers, Waiting(event.tier, event.tenant, event.deadline_ms, self._taken))
+        # Held already: its record is in the log twice, and the other one sees it through.
+        if work.key in self._works or self._control.is_cancelled(work.key):
+            self._group.finish(held, record.offset)
+            return None
+        return work
+
+    async def _take_over(self, works: list[Work]) -> None:
+        for work in works:
+            work.attempt = self._next_attempt(work.held)
+        for work, error in await self._takeover.take_over(works):
+            await self._bury(work, error)
+        for work in works:
+            if self._works.get(work.key) is not work:
+                continue  # cancelled, or its partition lost, meanwhile
+            assert work.plan is not None
+            if work.plan.action is Action.SKIP:
+                self._finish(work)
+            elif work.plan.action is Action.LEAVE:
+                del self._works[work.key]
+            else:
+                self._waiting.append(work)
+        self._fill()
+
+    def _next_attempt(self, held: Held) -> Attempt:
+        self._counter += 1
+        return Attempt(held.generation, self._counter)
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def _fill(self) -> None:
+        """Starts what waits while slots are free."""
+        while self._waiting and self._slots.free and not self._draining:
+            running = Counter(work.scheduled.tenant for work in self._works.values() if work.job is not None)
+            index = choose([work.waiting for work in self._waiting], running)
+            assert index is not None
+            work = self._waiting.pop(index)
+            if not work.begun and expired(work.waiting, _now_ms()):
+                self._spawn(self._refuse(work, Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text), self._tasks)
+            else:
+                self._begin(work)
+
+    def _begin(self, work: Work) -> None:
+        attempt = work.attempt or self._next_attempt(work.held)
+        try:
+            job = Job(
+                self._tools, work.scheduled, attempt, work.plan or fresh_plan(work.scheduled), child(work.headers)
+            )
+        except HeadraceError as error:
+            self._spawn(self._refuse(work, error.reason, error.message), self._tasks)
+            return
+        self._slots.take()
+        work.job = job
+        self._spawn(self._run(work, job), self._jobs)
+
+    async def _run(self, work: Work, job: Job) -> None:
+        try:
+            outcome = await job.run(max(0.0, _now_ms() - work.timestamp_ms))
+        except EngineDead:
+            raise
+        except HeadraceError as error:
+            if error.retriable:
+                raise
+            await self._bury(work, error)
+            return
+        if outcome in (Stop.LOST.value, Stop.RELEASED.value):
+            self._forget(work)
+        else:
+            self._finish(work)
+
+    async def _bury(self, work: Work, error: HeadraceError) -> None:
+        """Puts a record aside that can't be answered at all: its `tokens` partition doesn't exist, or takes no such record."""
+        log.error("a request can't be answered", request_id=work.scheduled.request_id, message=error.message)
+        await dead_letter(self._producer, work.record, error.reason.value, error.message, PROCESS)
+        self._finish(work)
+
+    def _finish(self, work: Work) -> None:
+        self._group.finish(work.held, work.offset)
+        self._forget(work)
+
+    def _forget(self, work: Work) -> None:
+        if self._works.get(work.key) is work:
+            del self._works[work.key]
+
+    async def _refuse(self, work: Work, reason: Reason, message: str) -> None:
+        """Ends a request that nobody has started. If somebody has, the fold ignores it."""
+        asked = work.scheduled
+        failed = InferenceFailed(
+            asked.request_id,
+            asked.tenant,
+            asked.model,
+            asked.version,
+            asked.tier,
+            reason.value,
+            message,
+            if_not_started=True,
+        )
+        reply = asked.reply
+        try:
+            await self._producer.send_and_wait(
+                reply.topic,
+                failed,
+                key=asked.request_id,
+                partition=reply.partition,
+                headers=child(work.headers),
+                encoding=reply.encoding,
+            )
+        except HeadraceError as error:
+            if error.retriable:
+                raise
+            await self._bury(work, error)
+            return
+        metrics.REQUESTS.labels(asked.model, asked.version, asked.tier, reason.value).inc()
+        self._finish(work)
+
+    def _drop_expired(self) -> None:
+        now_ms = _now_ms()
+        late = [work for work in self._waiting if not work.begun and expired(work.waiting, now_ms)]
+        for work in late:
+            self._waiting.remove(work)
+            self._spawn(self._refuse(work, Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text), self._tasks)
+
+    def _cancel(self, key: RequestKey) -> None:
+        """The caller no longer wants it: admission has written its ending."""
+        work = self._works.get(key)
+        if work is None:
+            return
+        if work.job is not None:
+            work.job.stop(Stop.CANCELLED)
+            return
+        if work in self._waiting:
+            self._waiting.remove(work)
+        self._finish(work)
+
+    # --- the group's owner -------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Releases what runs, before a rebalance."""
+        await asyncio.gather(*(work.job.pause() for work in self._works.values() if work.job is not None))
+
+    async def assigned(self, lost: list[Held]) -> None:
+        """Drops what belongs to partitions that are another's now; goes on with the rest."""
+        gone = set(map(id, lost))
+        for work in list(self._works.values()):
+            if id(work.held) not in gone:
+                continue
+            self._forget(work)
+            if work in self._waiting:
+                self._waiting.remove(work)
+            if work.job is not None:
+                work.job.stop(Stop.LOST)
+        for work in list(self._works.values()):
+            if work.job is not None:
+                await work.job.resume()
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> None:
+        """Finishes what runs if there is time, and releases the rest."""
+        self._draining = True
+        await self._reporter.change(DRAINING)
+        await self._await_jobs(self._settings.drain_ms / 1000)
+        for work in self._works.values():
+            if work.job is not None:
+                work.job.stop(Stop.RELEASED)
+        await self._await_jobs(LEAVE_WAIT_S)
+
+    async def _await_jobs(self, limit_s: float) -> None:
+        failed = asyncio.ensure_future(self._failed.wait())
+        try:
+            async with asyncio.timeout(limit_s):
+                while self._jobs and not failed.done():
+                    await asyncio.wait({*self._jobs, failed}, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            pass
+        finally:
+            failed.cancel()
+
+    async def _leave(self) -> None:
+        self._draining = True
+        for task in [*self._tasks, *self._jobs]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._jobs, return_exceptions=True)
+        try:
+            async with asyncio.timeout(LEAVE_WAIT_S):
+                if self._failure is None:
+                    await self._group.commit()
+                await self._group.stop()
+                await self._control.stop()
+                await self._takeover.stop()
+                await self._reporter.change(STOPPED)
+        except (TimeoutError, HeadraceError) as error:
+            log.warning("left without goodbye", error=repr(error))
+
+    def _load(self) -> Load:
+        reports = tuple(
+            PartitionReport(held.tp.topic, held.tp.partition, held.window.committed, held.window.finished_above)
+            for held in self._group.held.values()
+        )
+        stats = self._engine.stats()
+        metrics.SLOTS.labels(self._version.model, self._version.version).set(self._slots.total)
+        return Load(reports, self._slots.total, self._slots.used, len(self._waiting), stats.kv_cache_use)
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)

@@ -1,0 +1,129 @@
+"""`headrace worker MODEL VERSION`: waits until the version is registered, loads it, and serves its work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from infra.directory import ModelDirectory
+from infra.log import EventProducer
+from infra.settings import WorkerSettings
+from infra.telemetry import OpsServer
+from infra.topics import ensure_model
+from schemas.errors import HeadraceError
+from schemas.events import ModelVersionRegistered
+from schemas.reasons import Reason
+from text.tokenizer import Tokenizer, load_tokenizer
+from workers.engines.choice import make_engine, tokenizer_ref
+from workers.engines.port import Engine
+from workers.loop import PROCESS, WorkerLoop
+from workers.report import STARTING, Reporter
+
+log = structlog.get_logger(PROCESS)
+
+REGISTRY_WAIT_S = 5.0
+"""How often a worker says that it waits for its version to be registered."""
+
+
+class _Readiness:
+    """Why the worker isn't ready, as it changes."""
+
+    def __init__(self) -> None:
+        self.loop: WorkerLoop | None = None
+        self.phase: str = "connecting"
+
+    def __call__(self) -> str | None:
+        return self.phase if self.loop is None else self.loop.not_ready
+
+
+async def run(settings: WorkerSettings, model: str, version: str, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set. Raises HeadraceError when it can't start or can't go on: the supervisor starts it again."""
+    ready = _Readiness()
+    async with OpsServer(settings.ops_port, ready):
+        ready.phase = f"{model} {version} is not registered"
+        registered = await _registered(settings, model, version, stop)
+        if registered is None:
+            return
+        await ensure_model(settings.kafka, registered)
+        producer = EventProducer(settings.kafka, PROCESS)
+        await producer.start()
+        try:
+            await _serve(settings, registered, producer, ready, stop)
+        finally:
+            await producer.stop()
+
+
+async def _registered(
+    settings: WorkerSettings, model: str, version: str, stop: asyncio.Event
+) -> ModelVersionRegistered | None:
+    """The version as registered; None if `stop` comes first."""
+    directory = ModelDirectory(settings.kafka)
+    await directory.start()
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        while (found := directory.version(model, version)) is None and not stopping.done():
+            known = ", ".join(f"{each.model} {each.version}" for each in directory.all()) or "none"
+            log.warning(
+                "the model version is not registered yet; waiting", model=model, version=version, registered=known
+            )
+            seen = asyncio.ensure_future(
+                directory.until(lambda: directory.version(model, version) is not None, REGISTRY_WAIT_S)
+            )
+            await asyncio.wait({seen, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            seen.cancel()
+        return found
+    finally:
+        stopping.cancel()
+        await directory.stop()
+
+
+async def _serve(
+    settings: WorkerSettings,
+    version: ModelVersionRegistered,
+    producer: EventProducer,
+    ready: _Readiness,
+    stop: asyncio.Event,
+) -> None:
+    reporter = Reporter(producer, settings.worker_id, version, settings.report_interval_ms)
+    await reporter.change(STARTING)
+    ready.phase = f"loading {version.model} {version.version}"
+    engine = make_engine(version, settings.slots or version.slots)
+    reporting = asyncio.create_task(reporter.run())
+    try:
+        tokenizer = await _load(settings, version, engine, stop)
+        reporting.cancel()
+        if tokenizer is None:
+            return
+        loop = WorkerLoop(settings, version, engine, tokenizer, producer, reporter)
+        ready.loop = loop
+        await loop.run(stop)
+    finally:
+        reporting.cancel()
+        await engine.shutdown()
+
+
+async def _load(
+    settings: WorkerSettings, version: ModelVersionRegistered, engine: Engine, stop: asyncio.Event
+) -> Tokenizer | None:
+    """Starts the engine and loads the tokenizer; None if `stop` comes first."""
+    tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_ref(version))
+    starting, stopping = asyncio.ensure_future(engine.start()), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait(
+            {starting, stopping}, timeout=settings.start_up_max_ms / 1000, return_when=asyncio.FIRST_COMPLETED
+        )
+        if starting.done():
+            await starting
+            log.info("the engine is up", engine=version.engine, model=version.model, version=version.version)
+            return tokenizer
+        if stopping.done():
+            return None
+        raise HeadraceError(Reason.UNAVAILABLE, f"the engine was not up within {settings.start_up_max_ms} ms")
+    finally:
+        stopping.cancel()
+        if not starting.done():
+            starting.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await starting

@@ -1,0 +1,94 @@
+"""Tells `workers` what this worker is doing: every second, and whenever its state changes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from infra.log import EventProducer
+from schemas.events import ModelVersionRegistered, PartitionReport, WorkerReported
+from schemas.topics import WORKERS
+
+STARTING, READY, DRAINING, STOPPED = "starting", "ready", "draining", "stopped"
+RATE_SPAN_S = 10.0
+
+
+class TokenRate:
+    """Tokens a second over the last `RATE_SPAN_S`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Nothing made yet."""
+        self._clock = clock
+        self._total = 0
+        self._marks: deque[tuple[float, int]] = deque([(clock(), 0)])
+
+    def count(self, tokens: int) -> None:
+        """More tokens were made."""
+        self._total += tokens
+
+    def mark(self) -> float:
+        """Tokens a second, to be asked at regular intervals."""
+        now_s = self._clock()
+        self._marks.append((now_s, self._total))
+        while len(self._marks) > 2 and now_s - self._marks[0][0] > RATE_SPAN_S:
+            self._marks.popleft()
+        first_s, first = self._marks[0]
+        return (self._total - first) / (now_s - first_s) if now_s > first_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker holds now. `finished` counts records finished above the committed offset."""
+
+    partitions: tuple[PartitionReport, ...] = ()
+    slots: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_cache_use: float | None = None
+
+    @property
+    def finished(self) -> int:
+        """Records finished above the committed offsets."""
+        return sum(report.finished_above for report in self.partitions)
+
+
+class Reporter:
+    """Sends reports. `load` tells what to report; `state` is changed by `change`."""
+
+    def __init__(
+        self, producer: EventProducer, worker_id: str, version: ModelVersionRegistered, interval_ms: int
+    ) -> None:
+        """The state is `starting`."""
+        self._producer = producer
+        self._worker_id = worker_id
+        self._version = version
+        self._interval_s = interval_ms / 1000
+        self._started_ms = int(time.time() * 1000)
+        self.state = STARTING
+        self.rate = TokenRate()
+        self.load: Callable[[], Load] = Load
+
+    async def change(self, state: str) -> None:
+        """Enters a state and tells so; `stopped` also removes the worker from the compacted topic."""
+        self.state = state
+        await self.report()
+        if state == STOPPED:
+            await (await self._producer.send_raw(WORKERS, None, self._worker_id.encode()))
+
+    async def run(self) -> None:
+        """Reports until cancelled."""
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self.report()
+
+    async def report(self) -> None:
+        """Sends one report; returns when the broker has confirmed it."""
+        load, version = self.load(), self._version
+        event = WorkerReported(
+            self._worker_id, version.model, version.version, self.state, load.partitions, load.slots, load.running, load.waiting, load.finished,
+            load.kv_cache_use, self.rate.mark(), version.digest, self._started_ms,
+        )  # fmt: skip
+        await self._producer.send_and_wait(WORKERS, event, key=self._worker_id)

@@ -1,0 +1,68 @@
+"""One work record that this worker has taken, from its window to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from aiokafka import ConsumerRecord
+
+from decisions.takeover import Action, Plan
+from decisions.window import Waiting
+from infra.log import Headers
+from schemas.events import Attempt, InferenceScheduled
+from workers.group import Held
+from workers.job import Job
+
+
+class RequestKey(NamedTuple):
+    """What names a request for one worker."""
+
+    tenant: str
+    request_id: str
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A taken record. `attempt` is set once a marker fenced it; `plan` by what its stream then told; `job` while it runs."""
+
+    held: Held
+    record: ConsumerRecord[bytes, bytes]
+    scheduled: InferenceScheduled
+    headers: Headers
+    waiting: Waiting
+    attempt: Attempt | None = None
+    plan: Plan | None = None
+    job: Job | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        """The request's name."""
+        return RequestKey(self.scheduled.tenant, self.scheduled.request_id)
+
+    @property
+    def offset(self) -> int:
+        """Where the record is in its partition."""
+        offset: int = self.record.offset
+        return offset
+
+    @property
+    def timestamp_ms(self) -> int:
+        """When the broker appended the record."""
+        timestamp_ms: int = self.record.timestamp
+        return timestamp_ms
+
+    @property
+    def suspect(self) -> bool:
+        """Whether a former owner may have started it, so that it must be fenced first."""
+        return self.attempt is None and self.offset < self.held.fence_below
+
+    @property
+    def begun(self) -> bool:
+        """Whether its stream has tokens, so that its deadline no longer counts."""
+        return self.plan is not None and (any(self.plan.totals) or self.plan.action is not Action.RUN)
+
+
+def fresh_plan(scheduled: InferenceScheduled) -> Plan:
+    """The plan for a record that nobody can have started."""
+    return Plan(Action.RUN, ((),) * scheduled.sampling.n)
