@@ -1,0 +1,204 @@
+"""The routes of the front door.
+
+`/metrics` is served on the operators' port only (`ops_port`); `/livez` and `/readyz` here too, for load balancers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.types import Receive
+
+from bridge.body import parse_object, read_body
+from bridge.calls import Call
+from bridge.door import FrontDoor
+from bridge.errors import REQUEST_ID_HEADER, error_response
+from bridge.observe import Observer, refused
+from bridge.openai_chat import ChatCall
+from bridge.openai_completions import CompletionCall
+from bridge.openapi import docs_routes
+from bridge.rendering import Rendering
+from bridge.sse import SseResponse
+from bridge.websocket import Socket
+from schemas.errors import HeadraceError
+from schemas.events import ModelVersionRegistered
+from schemas.reasons import Reason
+
+TIMEOUT_HEADER = "X-Headrace-Timeout-Ms"
+Ready = Callable[[], str | None]
+ParsedCall = ChatCall | CompletionCall
+
+
+def make_app(door: FrontDoor, not_ready: Ready) -> Starlette:
+    """The application. `not_ready` gives the reason why no calls should come, or None."""
+    endpoints = _Endpoints(door)
+
+    async def livez(_request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def readyz(_request: Request) -> Response:
+        reason = not_ready()
+        return PlainTextResponse("ok\n") if reason is None else PlainTextResponse(f"{reason}\n", status_code=503)
+
+    async def home(_request: Request) -> Response:
+        return RedirectResponse("/docs")
+
+    routes: list[BaseRoute] = [
+        Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
+        Route("/v1/completions", endpoints.completions, methods=["POST"]),
+        Route("/v1/models", endpoints.list_models, methods=["GET"]),
+        Route("/v1/models/{model:path}", endpoints.get_model, methods=["GET"]),
+        WebSocketRoute("/v1/stream", lambda websocket: Socket(door, websocket).serve()),
+        Route("/livez", livez, methods=["GET"]),
+        Route("/readyz", readyz, methods=["GET"]),
+        Route("/", home, methods=["GET"]),
+        *docs_routes(),
+    ]
+    middleware = []
+    if door.settings.cors_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=door.settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER, "Retry-After"],
+        )
+        middleware.append(cors)
+    handlers: dict[Any, Any] = {HeadraceError: _on_error, HTTPException: _on_http_exception, Exception: _on_crash}
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+
+async def _on_error(_request: Request, error: HeadraceError) -> Response:
+    refused(error.reason.value)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: HTTPException) -> Response:
+    if error.status_code == 405:
+        found = HeadraceError(Reason.METHOD_NOT_ALLOWED, f"{request.url.path} doesn't take {request.method}")
+    else:
+        found = HeadraceError(Reason.NOT_FOUND, f"there is nothing at {request.url.path}; /docs lists what there is")
+    response = error_response(found)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_crash(_request: Request, _error: Exception) -> Response:
+    return error_response(HeadraceError(Reason.INTERNAL_ERROR, Reason.INTERNAL_ERROR.text))
+
+
+class _Endpoints:
+    """What `/v1` serves."""
+
+    def __init__(self, door: FrontDoor) -> None:
+        self._door = door
+
+    async def chat(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        return await self._serve(request, ChatCall)
+
+    async def completions(self, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        return await self._serve(request, CompletionCall)
+
+    async def list_models(self, request: Request) -> Response:
+        """`GET /v1/models`."""
+        self._door.auth.from_headers(request.headers)
+        stable = {entry.model for entry in self._door.models.all()}
+        found = [version for name in sorted(stable) if (version := self._door.models.resolve(name)) is not None]
+        return _json({"object": "list", "data": [_model_object(version) for version in found]})
+
+    async def get_model(self, request: Request) -> Response:
+        """`GET /v1/models/{model}`."""
+        self._door.auth.from_headers(request.headers)
+        name = request.path_params["model"]
+        found = self._door.models.resolve(name)
+        if found is None:
+            raise HeadraceError(Reason.MODEL_NOT_FOUND, f"no model {name!r} is deployed", param="model")
+        return _json(_model_object(found))
+
+    async def _serve(self, request: Request, kind: type[ChatCall | CompletionCall]) -> Response:
+        """One call, from its body to its answer. A refusal is a status, streamed or not: headers wait for the verdict."""
+        door = self._door
+        arrived_s = asyncio.get_running_loop().time()
+        caller = door.auth.from_headers(request.headers)
+        raw = await read_body(request, door.body_bytes_max)
+        parsed: ParsedCall = kind(parse_object(raw), _header_timeout_ms(request))
+        call = await door.open(caller, parsed.requests, request.headers, arrived_s)
+        observer = Observer(call, "sse" if parsed.stream else "http")
+        watch = asyncio.create_task(_cancel_when_left(request.receive, call), name="disconnect")
+
+        def finish() -> None:
+            watch.cancel()
+            observer.finish()
+            door.close(call, caller)
+
+        rendering = parsed.rendering(call)
+        try:
+            if parsed.stream:
+                await call.verdict()
+                settings = door.settings
+                return SseResponse(
+                    call,
+                    rendering,
+                    observer.sent,
+                    finish,
+                    settings.keepalive_ms / 1000,
+                    settings.reader_stall_ms / 1000,
+                )
+            body = await _collect(call, rendering)
+        except HeadraceError as error:
+            finish()
+            return error_response(error, call.request_id)
+        except BaseException:
+            finish()
+            raise
+        finish()
+        return _json(body, {REQUEST_ID_HEADER: call.request_id})
+
+
+async def _collect(call: Call, rendering: Rendering) -> dict[str, Any]:
+    done = False
+    while not done:
+        await call.wait()
+        update = call.take()
+        if update.error is not None:
+            raise update.error
+        rendering.collect(update)
+        done = update.done
+    return rendering.whole()
+
+
+async def _cancel_when_left(receive: Receive, call: Call) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    call.fail(HeadraceError(Reason.CANCELLED, Reason.CANCELLED.text))
+
+
+def _header_timeout_ms(request: Request) -> int | None:
+    value = request.headers.get(TIMEOUT_HEADER)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdecimal() and len(value) <= 12):
+        raise HeadraceError(
+            Reason.INVALID_REQUEST, f"{TIMEOUT_HEADER} must be a whole number of milliseconds", param=TIMEOUT_HEADER
+        )
+    return int(value)
+
+
+def _json(body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), headers=headers, media_type="application/json")
+
+
+def _model_object(version: ModelVersionRegistered) -> dict[str, Any]:
+    return {"id": version.model, "object": "model", "created": version.created_ms // 1000, "owned_by": "headrace"}

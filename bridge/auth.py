@@ -1,0 +1,78 @@
+"""Who calls: a key's hash is looked up among the tenants' keys, and a grant is signed that lets the call's records in."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from infra.directory import TenantDirectory
+from infra.grants import Grant, mint
+from schemas.errors import HeadraceError
+from schemas.events import Reply
+from schemas.reasons import Reason
+from schemas.topics import INTERACTIVE
+
+KEY_CHARS_MAX = 256
+GRANTS_KEPT_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A tenant, and the key by which it was known."""
+
+    tenant: str
+    key_id: str
+    tiers: tuple[str, ...]
+
+
+class Authenticator:
+    """Knows callers by their keys and mints their grants.
+
+    A grant is used again for the same key until half its time is over: signing costs more than the rest of a request's way in.
+    """
+
+    def __init__(self, tenants: TenantDirectory, secret: bytes, reply: Reply, grant_ttl_ms: int) -> None:
+        self._tenants = tenants
+        self._secret = secret
+        self._reply = reply
+        self._ttl_ms = grant_ttl_ms
+        self._grants: OrderedDict[Caller, tuple[int, bytes]] = OrderedDict()
+
+    def from_headers(self, headers: Mapping[str, str]) -> Caller:
+        """The caller whose key stands in `Authorization: Bearer …`. Raises HeadraceError: invalid_api_key, permission_denied."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise HeadraceError(Reason.INVALID_API_KEY, "no API key is given; send it as `Authorization: Bearer hr-…`")
+        return self.from_key(key.strip())
+
+    def from_key(self, key: str) -> Caller:
+        """The caller whose key this is. Raises HeadraceError: invalid_api_key; permission_denied if it may not make live calls."""
+        found = None
+        if len(key) <= KEY_CHARS_MAX:
+            found = self._tenants.by_key_hash(hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest())
+        if found is None:
+            raise HeadraceError(Reason.INVALID_API_KEY, "the API key is not known")
+        tenant, api_key = found
+        if tenant.disabled or api_key.revoked_ms is not None:
+            raise HeadraceError(Reason.INVALID_API_KEY, "the API key was revoked")
+        if INTERACTIVE not in api_key.tiers:
+            raise HeadraceError(Reason.PERMISSION_DENIED, f"the API key may not make {INTERACTIVE} calls")
+        return Caller(tenant.tenant, api_key.key_id, api_key.tiers)
+
+    def grant(self, caller: Caller) -> bytes:
+        """A grant that names this bridge's reply partition, good for at least half of `grant_ttl_ms`."""
+        now_ms = int(time.time() * 1000)
+        kept = self._grants.get(caller)
+        if kept is not None and kept[0] - now_ms > self._ttl_ms // 2:
+            self._grants.move_to_end(caller)
+            return kept[1]
+        expires_ms = now_ms + self._ttl_ms
+        token = mint(self._secret, Grant(caller.tenant, caller.key_id, caller.tiers, self._reply, expires_ms)).encode()
+        self._grants[caller] = (expires_ms, token)
+        self._grants.move_to_end(caller)
+        while len(self._grants) > GRANTS_KEPT_MAX:
+            self._grants.popitem(last=False)
+        return token

@@ -1,0 +1,84 @@
+"""The bridge as a process: what it starts, in which order, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import AsyncExitStack
+
+import structlog
+
+from bridge.app import make_app
+from bridge.auth import Authenticator
+from bridge.door import FrontDoor
+from bridge.servers import make_server
+from bridge.streams import Dispatcher, reply_partition
+from infra import ports
+from infra.directory import ModelDirectory, TenantDirectory
+from infra.log import EventDecoder, EventProducer
+from infra.settings import BridgeSettings
+from infra.settings import grant_secret as read_grant_secret
+from infra.telemetry import OpsServer
+from schemas.events import Reply
+from schemas.topics import TOKENS
+
+PROCESS = "bridge"
+DRAIN_MAX_S = 20.0
+"""Less than what the process's frame grants for a stop."""
+WS_ENVELOPE_BYTES = 16 * 1024
+"""What a socket's message may have around a request's body."""
+
+_log = structlog.get_logger(PROCESS)
+
+
+async def run(settings: BridgeSettings, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set, then let calls end for at most `drain_ms`. Raises HeadraceError if it can't start or goes on no more."""
+    async with AsyncExitStack() as stack:
+        listener = ports.bind(settings.port, settings.host, "the front door")
+        stack.callback(listener.close)
+        door, reading = await _open_door(settings, stack)
+
+        def not_ready() -> str | None:
+            if door.draining:
+                return "stopping"
+            return "the log isn't read" if reading.done() else door.producer.failure
+
+        ops = OpsServer(settings.ops_port, not_ready)
+        await ops.start()
+        stack.push_async_callback(ops.stop)
+        drain_s = min(settings.drain_ms / 1000, DRAIN_MAX_S)
+        server = make_server(make_app(door, not_ready), door.body_bytes_max + WS_ENVELOPE_BYTES, drain_s)
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        host, port = listener.getsockname()[:2]
+        _log.info("serving", host=host, port=port)
+        try:
+            await asyncio.wait({serving, stopping, reading}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            door.draining = True
+            server.should_exit = True
+            stopping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+            await door.stop()
+        if reading.done():
+            reading.result()
+
+
+async def _open_door(settings: BridgeSettings, stack: AsyncExitStack) -> tuple[FrontDoor, asyncio.Task[None]]:
+    """Everything behind the endpoints, started; the stack ends it. The task reads tokens and ends only by an error."""
+    producer = EventProducer(settings.kafka, PROCESS)
+    await producer.start()
+    stack.push_async_callback(producer.stop)
+    tenants, models = TenantDirectory(settings.kafka), ModelDirectory(settings.kafka)
+    await tenants.start()
+    stack.push_async_callback(tenants.stop)
+    await models.start()
+    stack.push_async_callback(models.stop)
+    partition = await reply_partition(settings.kafka, settings.instance)
+    dispatcher = Dispatcher(settings.kafka, partition, EventDecoder(settings.kafka))
+    reading = await dispatcher.start()
+    stack.push_async_callback(dispatcher.stop)
+    secret = settings.grant_secret or read_grant_secret(settings.data_dir)
+    auth = Authenticator(tenants, secret, Reply(TOKENS, partition), settings.grant_ttl_ms)
+    return FrontDoor(settings, auth, models, producer, dispatcher), reading

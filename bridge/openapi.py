@@ -1,0 +1,147 @@
+"""The OpenAPI document, made from the models that check and describe what travels, and a page that shows it without any CDN."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from bridge import openai_answers as answers
+from bridge.openai_models import ChatRequest, CompletionRequest
+
+VERSION = "0.1.0"
+_REF = "#/components/schemas/{model}"
+_MODELS: tuple[type[BaseModel], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    answers.ChatAnswer,
+    answers.ChatChunk,
+    answers.CompletionAnswer,
+    answers.ModelAnswer,
+    answers.ModelsAnswer,
+    answers.ErrorAnswer,
+)
+_ERRORS = {
+    "400": "The request is not valid, or asks for what isn't served.",
+    "401": "The API key is missing, unknown or revoked.",
+    "403": "The key may not do this.",
+    "404": "There is no such model.",
+    "413": "The body is too large.",
+    "429": "A limit is reached; see Retry-After.",
+    "500": "The model or Headrace failed.",
+    "503": "It can't be served at present; see Retry-After.",
+    "504": "The deadline passed.",
+}
+_DESCRIPTION = """An OpenAI-compatible front door. What this version doesn't serve is refused by name; nothing is silently ignored.
+
+`/v1/stream` is a WebSocket that carries several calls at once, each with the caller's own id:
+send `{"type": "request", "id": "a", "endpoint": "chat.completions", "body": {…}}` and `{"type": "cancel", "id": "a"}`;
+get `started`, `chunk`, and `done` or `error`.
+"""
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<title>Headrace</title>
+<link rel="stylesheet" href="/docs/static/swagger-ui.css">
+<link rel="icon" type="image/png" href="/docs/static/favicon-32x32.png">
+</head>
+<body>
+<div id="page"></div>
+<script src="/docs/static/swagger-ui-bundle.js"></script>
+<script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#page", deepLinking: true});</script>
+</body>
+</html>
+"""
+
+
+def _content(model: type[BaseModel], media_type: str = "application/json") -> dict[str, Any]:
+    return {media_type: {"schema": {"$ref": _REF.format(model=model.__name__)}}}
+
+
+def _errors(*statuses: str) -> dict[str, Any]:
+    return {status: {"description": _ERRORS[status], "content": _content(answers.ErrorAnswer)} for status in statuses}
+
+
+def _call(summary: str, body: type[BaseModel], whole: type[BaseModel], chunk: type[BaseModel]) -> dict[str, Any]:
+    header = {
+        "name": "X-Headrace-Timeout-Ms",
+        "in": "header",
+        "required": False,
+        "description": "The deadline, from now. The shorter of this and the body's `timeout` holds.",
+        "schema": {"type": "integer", "minimum": 1},
+    }
+    answer = {
+        "description": "The answer; with `stream: true` server-sent events, each a chunk, then `[DONE]`.",
+        "headers": {"X-Request-Id": {"description": "Names the request in the log.", "schema": {"type": "string"}}},
+        "content": _content(whole) | _content(chunk, "text/event-stream"),
+    }
+    return {
+        "summary": summary,
+        "description": " ".join((body.__doc__ or "").split()),
+        "parameters": [header],
+        "requestBody": {"required": True, "content": _content(body)},
+        "responses": {"200": answer, **_errors(*_ERRORS)},
+    }
+
+
+def _get(summary: str, answer: type[BaseModel], *errors: str) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "responses": {"200": {"description": "Found.", "content": _content(answer)}, **_errors(*errors)},
+    }
+
+
+@cache
+def document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    _, schemas = models_json_schema([(model, "validation") for model in _MODELS], ref_template=_REF)
+    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Headrace", "version": VERSION, "description": _DESCRIPTION},
+        "security": [{"key": []}],
+        "paths": {
+            "/v1/chat/completions": {
+                "post": _call("Answer a chat", ChatRequest, answers.ChatAnswer, answers.ChatChunk)
+            },
+            "/v1/completions": {
+                "post": _call(
+                    "Continue a prompt", CompletionRequest, answers.CompletionAnswer, answers.CompletionAnswer
+                )
+            },
+            "/v1/models": {"get": _get("List the models", answers.ModelsAnswer, "401", "403")},
+            "/v1/models/{model}": {
+                "get": {**_get("Look a model up", answers.ModelAnswer, "401", "403", "404"), "parameters": [model]}
+            },
+        },
+        "components": {
+            "schemas": schemas["$defs"],
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "An API key: hr-…"}},
+        },
+    }
+
+
+async def _document(_request: Request) -> Response:
+    return Response(orjson.dumps(document()), media_type="application/json")
+
+
+async def _page(_request: Request) -> Response:
+    return HTMLResponse(_PAGE)
+
+
+def docs_routes() -> list[BaseRoute]:
+    """`/openapi.json`, and `/docs` with all that it loads."""
+    static = StaticFiles(packages=[("swagger_ui", "static")])
+    return [
+        Route("/openapi.json", _document, methods=["GET"]),
+        Route("/docs", _page, methods=["GET"]),
+        Mount("/docs/static", static),
+    ]

@@ -1,0 +1,70 @@
+"""uvicorn, told three things more: signals are not its business, sockets come bound, and a connection can be cut at once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+ABORT = "headrace.abort"
+KEEP_ALIVE_S = 75
+
+
+class Http(HttpToolsProtocol):
+    """Puts a way to cut the connection into each request's scope."""
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        extensions: dict[str, Any] = {ABORT: self.transport.abort}
+        self.scope["extensions"] = extensions
+
+
+class WebSocket(WebSocketsSansIOProtocol):
+    """Puts a way to cut the connection into the socket's scope."""
+
+    async def run_asgi(self) -> None:
+        """The socket is open."""
+        extensions: dict[str, Any] = self.scope["extensions"]
+        extensions[ABORT] = self.transport.abort
+        await super().run_asgi()
+
+
+def abort(scope: Scope) -> None:
+    """Cut the connection and drop what its reader hasn't taken; under another server, nothing."""
+    cut = scope.get("extensions", {}).get(ABORT)
+    if cut is not None:
+        cut()
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: the process owns them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def make_server(app: ASGIApp, message_bytes_max: int, drain_s: float) -> Server:
+    """A server for sockets that are bound already. A WebSocket message beyond `message_bytes_max` closes its socket with code 1009."""
+    return Server(
+        uvicorn.Config(
+            app,
+            http=Http,
+            ws=WebSocket,
+            ws_max_size=message_bytes_max,
+            ws_per_message_deflate=False,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, round(drain_s)),
+        )
+    )

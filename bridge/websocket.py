@@ -1,0 +1,293 @@
+"""`/v1/stream`: several calls on one socket, each under the caller's own id.
+
+The caller sends JSON objects:
+- `{"type": "auth", "api_key": …}`: first, and only if the upgrade carried no `Authorization` header (browsers can't send one);
+- `{"type": "request", "id": …, "endpoint": "chat.completions" | "completions", "body": {…}}`: always answered as a stream;
+- `{"type": "cancel", "id": …}`.
+
+It gets `{"type": "ready"}` once it is known; then, for each request, `started` (with `request_id`), `chunk` (`data` is OpenAI's chunk;
+`event_id` is that of a server-sent event) and either `done` or `error`, which is the request's last. An error with `id` null is about a
+message that could not be taken, and ends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import orjson
+import structlog
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from bridge.auth import Caller
+from bridge.body import parse_object
+from bridge.calls import Call, Update
+from bridge.door import FrontDoor
+from bridge.errors import error_object, error_response
+from bridge.observe import Observer
+from bridge.openai_chat import ChatCall
+from bridge.openai_completions import CompletionCall
+from bridge.rendering import Rendering
+from bridge.servers import abort
+from bridge.sse import SLOW_GRACE_S
+from infra import metrics
+from schemas.errors import HeadraceError
+from schemas.reasons import Reason
+
+ID_CHARS_MAX = 128
+AUTH_WAIT_S = 10.0
+POLICY_VIOLATION = 1008
+TRY_AGAIN_LATER = 1013
+
+ENDPOINTS: dict[str, type[ChatCall | CompletionCall]] = {"chat.completions": ChatCall, "completions": CompletionCall}
+_FIELDS = {"request": {"type", "id", "endpoint", "body"}, "cancel": {"type", "id"}}
+
+_log = structlog.get_logger(__name__)
+
+
+class SocketClosed(Exception):
+    """The socket can't be written any more. Never leaves this module."""
+
+
+class Socket:
+    """One caller's socket: a task reads it, and one task a request writes to it, one at a time."""
+
+    def __init__(self, door: FrontDoor, websocket: WebSocket) -> None:
+        self._door = door
+        self._socket = websocket
+        self._calls: dict[str, Call | None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lock = asyncio.Lock()
+        self._sending: asyncio.Timeout | None = None
+        self._slow = False
+        self._closed = False
+
+    async def serve(self) -> None:
+        """Serve the socket until either side closes it; what is under way then is cancelled."""
+        try:
+            caller = await self._authenticate()
+            if caller is not None:
+                await self._send({"type": "ready"})
+                await self._read(caller)
+        except (WebSocketDisconnect, SocketClosed):
+            pass
+        finally:
+            self._closed = True
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _authenticate(self) -> Caller | None:
+        """The caller, by the upgrade's header or by its first message; None after a refusal."""
+        if "authorization" in self._socket.headers:
+            try:
+                caller = self._door.auth.from_headers(self._socket.headers)
+            except HeadraceError as error:
+                await self._socket.send_denial_response(error_response(error))
+                return None
+            await self._socket.accept()
+            return caller
+        await self._socket.accept()
+        try:
+            async with asyncio.timeout(AUTH_WAIT_S):
+                message = parse_object(await self._receive())
+            if message.get("type") != "auth" or not isinstance(message.get("api_key"), str):
+                raise HeadraceError(Reason.INVALID_API_KEY, 'the first message must be {"type": "auth", "api_key": …}')
+            return self._door.auth.from_key(message["api_key"])
+        except TimeoutError:
+            refusal = HeadraceError(Reason.INVALID_API_KEY, f"no key came within {AUTH_WAIT_S:g} s")
+        except HeadraceError as error:
+            refusal = error
+        await self._send({"type": "error", "id": None, **error_object(refusal)})
+        await self._close(POLICY_VIOLATION, refusal.reason.value)
+        return None
+
+    # --- from the caller ----------------------------------------------------------------------------------------------
+
+    async def _receive(self) -> bytes | str:
+        message = await self._socket.receive()
+        if message["type"] != "websocket.receive":
+            raise WebSocketDisconnect(message.get("code", 1005))
+        text: str | None = message.get("text")
+        return text if text is not None else message.get("bytes") or b""
+
+    async def _read(self, caller: Caller) -> None:
+        while True:
+            raw = await self._receive()
+            try:
+                self._take(parse_object(raw), caller)
+            except HeadraceError as error:
+                await self._send({"type": "error", "id": None, **error_object(error)})
+
+    def _take(self, message: dict[str, Any], caller: Caller) -> None:
+        """Act on one message. Raises HeadraceError for one that can't be taken."""
+        kind, call_id = message.get("type"), message.get("id")
+        if not isinstance(kind, str) or kind not in _FIELDS:
+            raise HeadraceError(Reason.INVALID_REQUEST, "type must be request or cancel", param="type")
+        if unknown := sorted(message.keys() - _FIELDS[kind]):
+            raise HeadraceError(Reason.UNSUPPORTED_PARAMETER, f"a {kind} has no field {unknown[0]}", param=unknown[0])
+        if not isinstance(call_id, str) or not 0 < len(call_id) <= ID_CHARS_MAX:
+            raise HeadraceError(
+                Reason.INVALID_REQUEST, f"id must be a string of 1 to {ID_CHARS_MAX} characters", param="id"
+            )
+        if kind == "cancel":
+            self._cancel(call_id)
+        else:
+            self._begin(call_id, message, caller)
+
+    def _cancel(self, call_id: str) -> None:
+        if call_id not in self._calls:
+            raise HeadraceError(Reason.NOT_FOUND, f"no request with the id {call_id!r} is under way", param="id")
+        call = self._calls[call_id]
+        if call is not None:
+            call.fail(HeadraceError(Reason.CANCELLED, Reason.CANCELLED.text))
+        else:
+            self._calls.pop(call_id)  # it is on its way into the log, and hears of it there
+
+    def _begin(self, call_id: str, message: dict[str, Any], caller: Caller) -> None:
+        if call_id in self._calls:
+            raise HeadraceError(Reason.CONFLICT, f"a request with the id {call_id!r} is under way", param="id")
+        if len(self._tasks) >= self._door.settings.socket_requests_max:
+            raise HeadraceError(
+                Reason.RATE_LIMITED,
+                f"a socket carries at most {self._door.settings.socket_requests_max} requests at a time",
+                param="id",
+            )
+        arrived_s = asyncio.get_running_loop().time()
+        self._calls[call_id] = None
+        task = asyncio.create_task(self._serve_request(call_id, message, caller, arrived_s), name="socket-request")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- one request --------------------------------------------------------------------------------------------------
+
+    async def _serve_request(self, call_id: str, message: dict[str, Any], caller: Caller, arrived_s: float) -> None:
+        try:
+            parsed = _parse(message)
+            call = await self._door.open(caller, parsed.requests, self._socket.headers, arrived_s)
+        except HeadraceError as error:
+            self._calls.pop(call_id, None)
+            await self._send_quietly({"type": "error", "id": call_id, **error_object(error)})
+            return
+        observer = Observer(call, "websocket")
+        try:
+            if call_id not in self._calls:
+                call.fail(HeadraceError(Reason.CANCELLED, Reason.CANCELLED.text))
+            self._calls[call_id] = call
+            call.on_slow = self._hurry
+            await self._forward(call_id, call, parsed.rendering(call), observer)
+        except HeadraceError as error:
+            await self._end(call_id, {"type": "error", "id": call_id, **error_object(error)})
+        except SocketClosed:
+            pass
+        finally:
+            self._calls.pop(call_id, None)
+            observer.finish()
+            self._door.close(call, caller)
+        if call.error is not None and call.error.reason is Reason.SLOW_READER:
+            await self._close_slow()
+
+    async def _forward(self, call_id: str, call: Call, rendering: Rendering, observer: Observer) -> None:
+        await call.verdict()
+        await self._send({"type": "started", "id": call_id, "request_id": call.request_id}, call)
+        for chunk in rendering.opening():
+            await self._send({"type": "chunk", "id": call_id, "data": chunk}, call)
+        done = False
+        while not done:
+            await call.wait()
+            update = call.take()
+            done = update.done
+            await self._send_update(call_id, call, rendering, update)
+            observer.sent(update)
+
+    async def _send_update(self, call_id: str, call: Call, rendering: Rendering, update: Update) -> None:
+        chunk = rendering.chunk(update)
+        if chunk is not None:
+            await self._send({"type": "chunk", "id": call_id, "event_id": update.event_id, "data": chunk}, call)
+        if update.error is not None:
+            await self._end(
+                call_id, {"type": "error", "id": call_id, "event_id": update.error_id, **error_object(update.error)}
+            )
+        elif update.done:
+            if rendering.include_usage:
+                await self._send({"type": "chunk", "id": call_id, "data": rendering.usage_chunk()}, call)
+            await self._end(call_id, {"type": "done", "id": call_id})
+
+    async def _end(self, call_id: str, message: dict[str, Any]) -> None:
+        """A request's last message; from then on its id is free."""
+        self._calls.pop(call_id, None)
+        await self._send_quietly(message)
+
+    # --- to the caller ------------------------------------------------------------------------------------------------
+
+    async def _send_quietly(self, message: dict[str, Any]) -> None:
+        try:
+            await self._send(message)
+        except SocketClosed:
+            pass
+
+    async def _send(self, message: dict[str, Any], call: Call | None = None) -> None:
+        """Write one message. Raises SocketClosed; a reader that takes nothing for too long is disconnected."""
+        if call is not None:
+            call.sending = True
+        try:
+            async with self._lock:
+                if self._closed:
+                    raise SocketClosed
+                limit_s = self._door.settings.reader_stall_ms / 1000
+                async with asyncio.timeout(min(limit_s, SLOW_GRACE_S) if self._slow else limit_s) as self._sending:
+                    await self._socket.send({"type": "websocket.send", "text": orjson.dumps(message).decode()})
+        except TimeoutError:
+            await self._close_slow(cut=True)
+            raise SocketClosed from None
+        except (WebSocketDisconnect, RuntimeError, OSError):
+            self._closed = True
+            raise SocketClosed from None
+        finally:
+            self._sending = None
+            if call is not None:
+                call.sending = False
+
+    def _hurry(self) -> None:
+        """A request of this socket overflowed: the write that waits for the reader gets little more time."""
+        self._slow = True
+        if self._sending is not None:
+            self._sending.reschedule(asyncio.get_running_loop().time() + SLOW_GRACE_S)
+
+    async def _close_slow(self, cut: bool = False) -> None:
+        if self._closed:
+            return
+        metrics.STREAM_SLOW_READER.labels("websocket").inc()
+        _log.info("closed a slow reader's socket", requests=len(self._tasks))
+        if cut:
+            self._closed = True
+            abort(self._socket.scope)
+        else:
+            await self._close(TRY_AGAIN_LATER, Reason.SLOW_READER.value)
+
+    async def _close(self, code: int, reason: str) -> None:
+        """Close the socket; one that doesn't take the closing frame is cut."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            async with asyncio.timeout(SLOW_GRACE_S):
+                await self._socket.close(code, reason)
+        except TimeoutError:
+            abort(self._socket.scope)
+        except (WebSocketDisconnect, RuntimeError, OSError):
+            pass
+
+
+def _parse(message: dict[str, Any]) -> ChatCall | CompletionCall:
+    kind = ENDPOINTS.get(str(message.get("endpoint")))
+    if kind is None:
+        raise HeadraceError(Reason.INVALID_REQUEST, f"endpoint must be one of {', '.join(ENDPOINTS)}", param="endpoint")
+    body = message.get("body")
+    if not isinstance(body, dict):
+        raise HeadraceError(Reason.INVALID_REQUEST, "body must be an object", param="body")
+    if body.get("stream") is False:
+        raise HeadraceError(
+            Reason.UNSUPPORTED_PARAMETER, "stream: a socket's answers are always streams", param="stream"
+        )
+    return kind({**body, "stream": True} if body.get("stream") is None else body)
