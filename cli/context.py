@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from infra.settings import KafkaSettings
 
+PLAIN_WIDTH = 200
 DEFAULT_URL = "http://127.0.0.1:8000"
 T = TypeVar("T")
 
@@ -116,10 +117,13 @@ def quiet_logs() -> None:
 
 
 def console(stderr: bool = False) -> Console:
-    """A console; plain when it is no terminal."""
+    """A console; plain and wide when it is no terminal."""
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)
+    made = Console(stderr=stderr, highlight=False, soft_wrap=True)
+    if not made.is_terminal:
+        made.width = PLAIN_WIDTH
+    return made
 
 
 def table(*columns: str, title: str | None = None) -> Table:

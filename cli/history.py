@@ -6,7 +6,7 @@ import asyncio
 import re
 from typing import TYPE_CHECKING
 
-from cli.records import POLL_MS, POLL_RECORDS_MAX, Read, read
+from cli.records import POLL_MS, POLL_RECORDS_MAX, Read, partitions_of, read
 from schemas.errors import HeadraceError
 from schemas.events import InferenceCompleted, InferenceFailed, InferenceRejected
 from schemas.ids import is_request_id, unix_ms
@@ -67,12 +67,8 @@ async def history(settings: KafkaSettings, request_id: str, *, everything: bool 
 
 async def _start_at(consumer: AIOKafkaConsumer, from_ms: int) -> dict[TopicPartition, int]:
     """Assigns the partitions that have records from a time on, each at the first of them. Returns their ends."""
-    from aiokafka.structs import TopicPartition
-
     names = [name for name in await consumer.topics() if _TOPIC.fullmatch(name)]
-    partitions = [
-        TopicPartition(name, number) for name in names for number in consumer.partitions_for_topic(name) or ()
-    ]
+    partitions = await partitions_of(consumer, names)
     if not partitions:
         return {}
     ends = await consumer.end_offsets(partitions)

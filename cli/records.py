@@ -88,15 +88,15 @@ async def partitions_of(consumer: AIOKafkaConsumer, topics: Iterable[str]) -> li
     """Every partition of the topics. Raises HeadraceError (not_found) naming a topic that doesn't exist."""
     from aiokafka.structs import TopicPartition
 
+    from infra.kafka import partitions_of as numbers
+
     known = await consumer.topics()
     found = []
     for topic in topics:
         if topic not in known:
-            near = sorted(name for name in known if not name.startswith("__"))
-            raise HeadraceError(
-                Reason.NOT_FOUND, f"there is no topic {topic!r}; there are: {', '.join(near) or 'none'}"
-            )
-        found += [TopicPartition(topic, number) for number in sorted(consumer.partitions_for_topic(topic) or ())]
+            near = ", ".join(sorted(name for name in known if not name.startswith("__"))) or "none"
+            raise HeadraceError(Reason.NOT_FOUND, f"there is no topic {topic!r}; there are: {near}")
+        found += [TopicPartition(topic, number) for number in await numbers(consumer, topic)]
     return found
 
 

@@ -73,3 +73,12 @@ def make_consumer(
 def make_admin(settings: KafkaSettings, **overrides: Any) -> AIOKafkaAdminClient:
     """An admin client; `start()` and `close()` it."""
     return AIOKafkaAdminClient(**(connection(settings) | overrides))
+
+
+async def partitions_of(consumer: AIOKafkaConsumer, topic: str) -> list[int]:
+    """The partitions of a topic that a started consumer hasn't subscribed to, sorted; empty if there is no such topic."""
+    found = consumer.partitions_for_topic(topic)
+    if not found:  # it only knows what it was subscribed to when it last looked
+        await consumer._client.force_metadata_update()  # noqa: SLF001 - aiokafka has no public way
+        found = consumer.partitions_for_topic(topic)
+    return sorted(found or ())

@@ -67,12 +67,7 @@ class ModelEntry:
     default_timeout_ms: int = 600_000
     workers: int = 1
 
-    @property
-    def package(self) -> str | None:
-        """The Python package that carries the weights, or None."""
-        return self.artifact.removeprefix(PACKAGE_PREFIX) if self.artifact.startswith(PACKAGE_PREFIX) else None
-
-    def registered(self, directory: Path | None, created_ms: int) -> ModelVersionRegistered:
+    def registered(self, directory: Path | None, created_ms: int, digest: str = "") -> ModelVersionRegistered:
         """The event that makes this version known; `directory` holds its weights and tokenizer, None for `scripted`."""
         place = SCRIPTED if directory is None else str(directory)
         return ModelVersionRegistered(
@@ -88,6 +83,7 @@ class ModelEntry:
             tiers=self.tiers,
             default_timeout_ms=self.default_timeout_ms,
             created_ms=created_ms,
+            digest=digest,
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
-from infra.kafka import make_consumer
+from infra.kafka import make_consumer, partitions_of
 from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
@@ -24,10 +24,10 @@ async def assign_all(consumer: AIOKafkaConsumer, topic: str, start: Positions | 
 
     Raises HeadraceError (unavailable) if the topic doesn't exist.
     """
-    found = consumer.partitions_for_topic(topic)
+    found = await partitions_of(consumer, topic)
     if not found:
         raise HeadraceError(Reason.UNAVAILABLE, f"the topic {topic} doesn't exist; run `headrace topics ensure`")
-    partitions = [TopicPartition(topic, number) for number in sorted(found)]
+    partitions = [TopicPartition(topic, number) for number in found]
     consumer.assign(partitions)
     for partition in partitions:
         if start and partition in start:
