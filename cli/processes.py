@@ -24,11 +24,11 @@ def settings_of(cls: type[S], **given: Any) -> S:
     return result
 
 
-def serve(process: str, run: Callable[..., Any], settings: object) -> None:
+def serve(process: str, run: Callable[..., Any], *arguments: object) -> None:
     """Runs one process until a signal stops it."""
     from infra.process import run as run_process
 
-    run_process(functools.partial(run, settings), process)
+    run_process(functools.partial(run, *arguments), process)
 
 
 @click.command()
@@ -84,4 +84,4 @@ def worker(model: str, version: str, worker_id: str | None, slots: int | None, o
     from workers.main import run
 
     given = {"model": model, "version": version, "worker_id": worker_id, "slots": slots, "ops_port": ops_port}
-    serve("worker", run, settings_of(WorkerSettings, **given))
+    serve("worker", run, settings_of(WorkerSettings, **given), model, version)
