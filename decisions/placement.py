@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from schemas.events import WorkerReported
 
@@ -17,12 +18,16 @@ STALE_MS = 10_000
 """A worker that has not reported for this long counts as gone. Brokers' clocks may differ by less than this."""
 
 
-@dataclass(frozen=True, slots=True)
-class SeenWorker:
+class SeenWorker(Protocol):
     """A worker's last report and the timestamp of its record."""
 
-    report: WorkerReported
-    at_ms: int
+    @property
+    def report(self) -> WorkerReported:
+        """What it said of itself."""
+
+    @property
+    def seen_ms(self) -> int:
+        """When."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ def place(
     """
     loads: dict[int, _Load] = {}
     for seen in workers:
-        if seen.report.state == READY and now_ms - seen.at_ms <= stale_ms:
+        if seen.report.state == READY and now_ms - seen.seen_ms <= stale_ms:
             for partition, load in _loads(seen.report, topic, ends):
                 if 0 <= partition < partitions and (
                     partition not in loads or load.per_slot < loads[partition].per_slot

@@ -72,3 +72,8 @@ DEAD_LETTERS = Counter(
     ("topic", "reason"),
 )
 LOOP_LAG_SECONDS = Gauge("headrace_loop_lag_seconds", "By how much the event loop's last heartbeat was late.")
+OPEN_REQUESTS_DROPPED = Counter(
+    "headrace_open_requests_dropped",  # Shown as headrace_open_requests_dropped_total.
+    "Requests that endings stopped following before they ended, by which limit: age, number.",
+    ("limit",),
+)

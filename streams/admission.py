@@ -1,0 +1,285 @@
+"""Admission acts: reads `requests.<tier>`, decides by `decisions.admission`, writes `work.*`, `lifecycle`, `tokens`.
+
+Runs as one Faust app a tier. Each record is handled in its own task, so a long prompt that is being tokenised holds
+nobody up, and its offset is acked, in order, when the broker has confirmed all that it caused. After a crash records are
+handled again; ids derive from the input, so that changes nothing for readers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import structlog
+from aiokafka.partitioner import DefaultPartitioner
+
+from decisions import admission as rules
+from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, Case, Refusal
+from infra import metrics
+from infra.dead_letters import dead_letter
+from infra.grants import Grant
+from infra.log import EventDecoder, EventProducer, Headers, NoSuchPartition, RecordTooLarge
+from infra.settings import AdmissionSettings
+from infra.telemetry import OpsServer
+from infra.tracing import child
+from schemas.errors import HeadraceError
+from schemas.events import InferenceCancelled, InferenceRejected, InferenceRequested, ModelVersionRegistered, Position
+from schemas.reasons import Reason
+from schemas.topics import CONTROL, LIFECYCLE, requests_topic, work_topic
+from streams.faust_shell import FaustShell, Record
+from streams.intake import REKEYED_HEADER, Intake, read_record, salvage
+from streams.outbox import Outgoing, deliver, reply_to
+from streams.tokenizers import Tokenizers
+from streams.world import LiveWorld
+
+PROCESS = "admission"
+OPEN_MAX = 256
+"""Records handled at once, over all partitions."""
+
+log = structlog.get_logger("streams.admission")
+
+
+class Admission:
+    """Handles one tier's records. `handle` is safe to call again for the same record."""
+
+    def __init__(
+        self,
+        settings: AdmissionSettings,
+        producer: EventProducer,
+        decoder: EventDecoder,
+        world: LiveWorld,
+        tokenizers: Tokenizers,
+    ) -> None:
+        self._settings = settings
+        self._producer = producer
+        self._decoder = decoder
+        self._world = world
+        self._tokenizers = tokenizers
+        self._topic = requests_topic(settings.tier)
+        self._partitioner = DefaultPartitioner()
+        self._open: dict[str, asyncio.Event] = {}
+
+    async def handle(self, record: Record) -> None:
+        """Handle a record to its end. Raises HeadraceError (unavailable) when Kafka fails: then it isn't handled."""
+        metrics.RECORDS.labels(record.topic, "in").inc()
+        try:
+            intake = await read_record(record, self._decoder, self._settings.grant_secret)
+            await self._dispatch(intake)
+        except Exception as error:
+            if isinstance(error, HeadraceError) and error.reason is Reason.UNAVAILABLE:
+                raise
+            log.exception("a record can't be handled", partition=record.partition, offset=record.offset)
+            await self._bury(record, Reason.INTERNAL_ERROR, f"{type(error).__name__} in admission")
+
+    async def _dispatch(self, intake: Intake) -> None:
+        record, grant = intake.record, intake.grant
+        if grant is None:
+            fault = intake.fault or intake.grant_fault
+            assert fault is not None
+            return await self._bury(record, fault.reason, fault.message)
+        await self._world.counts.learn(grant.reply.topic)
+        await self._world.meet(grant.tenant, grant.key_id)
+        if (unreachable := rules.reply_refusal(grant, self._world)) is not None:
+            return await self._bury(record, unreachable.reason, unreachable.message)
+        if intake.fault is not None:
+            return await self._refuse_fault(intake, grant, intake.fault)
+        match intake.event:
+            case InferenceRequested() | InferenceCancelled() if not await self._in_its_partition(record, grant):
+                return await self._rekey(intake, grant)
+            case InferenceRequested():
+                return await self._request(record, grant, intake.event)
+            case InferenceCancelled():
+                return await self._cancel(record, grant, intake.event)
+            case _:
+                name = type(intake.event).__name__
+                return await self._bury(record, Reason.INVALID_REQUEST, f"{name} doesn't belong on {record.topic}")
+
+    # --- a request ---------------------------------------------------------------------------------------------------
+
+    async def _request(self, record: Record, grant: Grant, request: InferenceRequested) -> None:
+        case = Case(
+            request,
+            grant,
+            self._settings.tier,
+            record.timestamp,
+            Position(record.topic, record.partition, record.offset),
+            self._settings.inline_bytes_max,
+            self._settings.worker_stale_ms,
+        )
+        with self._opened(request.request_id):
+            case, refusal = await self._decide(case)
+            trace = child(record.headers)
+            if refusal is None:
+                refusal = await self._admit(case, trace)
+            if refusal is not None:
+                await self._reject(rules.rejected(case, refusal), grant, trace)
+
+    async def _decide(self, case: Case) -> rules.Verdict:
+        with _timed("before tokenising"):
+            case, refusal = rules.judge(case, self._world, BEFORE_TOKENISING)
+        if refusal is not None:
+            return case, refusal
+        version = case.routed
+        await self._world.counts.learn(work_topic(version.model, version.version, case.tier))
+        try:
+            with _timed("tokenise"):
+                case = await self._tokenise(case, version)
+        except HeadraceError as error:
+            return rules.refuse(case, "tokenise", Refusal(error.reason, error.message, error.param))
+        with _timed("after tokenising"):
+            return rules.judge(case, self._world, AFTER_TOKENISING)
+
+    async def _tokenise(self, case: Case, version: ModelVersionRegistered) -> Case:
+        tokenizer = await self._tokenizers.get(version)
+        ids = await self._tokenizers.tokenise(case.request, tokenizer, case.requested_ms)
+        return rules.tokenised(case, ids, tokenizer.vocab_size)
+
+    async def _admit(self, case: Case, trace: Headers) -> Refusal | None:
+        scheduled, admitted = rules.admitted(case)
+        topic, partition = admitted.work_topic, admitted.work_partition
+        self._world.placed(topic, partition)
+        records = [
+            Outgoing(topic, scheduled, scheduled.request_id, partition),
+            Outgoing(LIFECYCLE, admitted, admitted.tenant),
+        ]
+        try:
+            work, _ = await deliver(self._producer, records, trace)
+        except RecordTooLarge as error:
+            return Refusal(error.reason, error.message)
+        except NoSuchPartition as error:
+            return Refusal(Reason.UNAVAILABLE, error.message, "model")
+        self._world.confirmed(topic, partition, work.offset)
+        return None
+
+    async def _reject(self, rejected: InferenceRejected, grant: Grant, trace: Headers) -> None:
+        metrics.REQUESTS.labels(rejected.model, "", rejected.tier, rejected.reason).inc()
+        records = [reply_to(grant.reply, rejected, rejected.request_id), Outgoing(LIFECYCLE, rejected, rejected.tenant)]
+        await deliver(self._producer, records, trace)
+
+    @contextlib.contextmanager
+    def _opened(self, request_id: str) -> Iterator[None]:
+        """While a request is being decided, its cancel waits."""
+        closed = self._open.setdefault(request_id, asyncio.Event())
+        try:
+            yield
+        finally:
+            closed.set()
+            self._open.pop(request_id, None)
+
+    # --- everything else ---------------------------------------------------------------------------------------------
+
+    async def _cancel(self, record: Record, grant: Grant, event: InferenceCancelled) -> None:
+        refusal = rules.grant_refusal(grant, self._settings.tier, record.timestamp, self._world)
+        if refusal is not None:
+            return await self._bury(record, refusal.reason, refusal.message)
+        if (deciding := self._open.get(event.request_id)) is not None:
+            await deciding.wait()
+        ending, word = rules.cancelled(event, grant, self._settings.tier)
+        records = [reply_to(grant.reply, ending, ending.request_id), Outgoing(CONTROL, word, word.request_id)]
+        await deliver(self._producer, records, child(record.headers))
+        return None
+
+    async def _refuse_fault(self, intake: Intake, grant: Grant, fault: HeadraceError) -> None:
+        """A record that is no event: its writer is told where his grant allows, and what nobody can tell apart is kept."""
+        record, found = intake.record, salvage(intake.record, fault)
+        valid = rules.grant_refusal(grant, self._settings.tier, record.timestamp, self._world) is None
+        if valid:
+            position = Position(record.topic, record.partition, record.offset)
+            rejected = InferenceRejected(
+                found.request_id,
+                grant.tenant,
+                found.model,
+                self._settings.tier,
+                found.reason.value,
+                fault.message[: rules.MESSAGE_CHARS_MAX],
+                fault.param,
+                requested_ms=record.timestamp,
+                source=position,
+            )
+            await self._reject(rejected, grant, child(record.headers))
+        if not (valid and found.request_id):
+            await self._bury(record, fault.reason, fault.message)
+
+    async def _in_its_partition(self, record: Record, grant: Grant) -> bool:
+        return await self._partition_of(grant.tenant) in (record.partition, None)
+
+    async def _partition_of(self, tenant: str) -> int | None:
+        await self._world.counts.learn(self._topic)
+        count = self._world.partitions(self._topic)
+        if count is None:
+            return None
+        partitions = list(range(count))
+        return int(self._partitioner(tenant.encode(), partitions, partitions))
+
+    async def _rekey(self, intake: Intake, grant: Grant) -> None:
+        """Send a record on, once, to the partition where its tenant's records are decided."""
+        record = intake.record
+        if intake.rekeyed:
+            text = f"the record was sent on once and still isn't in the partition of its tenant on {record.topic}"
+            return await self._bury(record, Reason.INVALID_REQUEST, text)
+        headers = [*record.headers, (REKEYED_HEADER, str(record.partition).encode())]
+        partition = await self._partition_of(grant.tenant)
+        await (await self._producer.send_raw(record.topic, record.value, grant.tenant.encode(), partition, headers))
+        return None
+
+    async def _bury(self, record: Record, reason: Reason, message: str) -> None:
+        log.warning(
+            "dead-lettered", topic=record.topic, partition=record.partition, offset=record.offset, reason=reason.value
+        )
+        await dead_letter(self._producer, record, reason.value, message[: rules.MESSAGE_CHARS_MAX], PROCESS)
+
+
+@contextlib.contextmanager
+def _timed(step: str) -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        metrics.ADMISSION_SECONDS.labels(step).observe(time.perf_counter() - began)
+
+
+async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
+    """Run admission for one tier until `stop` is set. Raises what makes it impossible to go on."""
+    topic = requests_topic(settings.tier)
+    producer, decoder = EventProducer(settings.kafka, PROCESS), EventDecoder(settings.kafka)
+    world, tokenizers = LiveWorld(settings.kafka), Tokenizers(settings.tokenise_threads)
+    admission = Admission(settings, producer, decoder, world, tokenizers)
+    shell = FaustShell(settings, topic, f"admission.{settings.tier}", admission.handle, OPEN_MAX)
+    caught_up = False
+
+    def not_ready() -> str | None:
+        if not caught_up:
+            return "the directories aren't read yet"
+        return shell.not_ready or producer.failure or world.failure
+
+    ops = OpsServer(settings.ops_port, not_ready)
+    async with contextlib.AsyncExitStack() as cleanup:
+        await ops.start()
+        cleanup.push_async_callback(ops.stop)
+        await asyncio.gather(producer.start(), world.start())
+        cleanup.push_async_callback(producer.stop)
+        cleanup.push_async_callback(world.stop)
+        cleanup.callback(tokenizers.close)
+        caught_up = True
+        warm = [asyncio.ensure_future(_warm(tokenizers, version)) for version in world.models.all()]
+        await asyncio.gather(*warm)
+        await world.counts.learn(topic)
+        await shell.start()
+        cleanup.push_async_callback(shell.stop)
+        log.info("admission runs", tier=settings.tier)
+        stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([stopping, shell.failed], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if shell.failed.done():
+            shell.failed.result()
+
+
+async def _warm(tokenizers: Tokenizers, version: ModelVersionRegistered) -> None:
+    """A model whose tokenizer can't be read fails its own requests, not the tier."""
+    try:
+        await tokenizers.get(version)
+    except HeadraceError as error:
+        log.error("a tokenizer can't be read", model=version.model, version=version.version, message=error.message)

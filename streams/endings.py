@@ -1,0 +1,283 @@
+"""Endings acts: the one reader that folds `tokens` and alone writes `InferenceStarted`, endings and answers.
+
+One aiokafka consumer in the group `endings` over all `tokens` topics. A partition's offset is committed only below its
+oldest open request, and only when all that was written because of it is confirmed; after a crash that much is folded
+again and written again, which changes nothing for readers. A partition that comes anew is also read back a little
+without a word, so that a zombie's late record finds its request closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import Any
+
+import structlog
+from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
+from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
+
+from infra import metrics
+from infra.dead_letters import dead_letter
+from infra.kafka import make_consumer
+from infra.log import EventDecoder, EventProducer, RecordTooLarge
+from infra.settings import EndingsSettings
+from infra.telemetry import OpsServer
+from infra.tracing import child
+from schemas.errors import Undecodable
+from schemas.events import Event, InferenceAnswered, InferenceCompleted, InferenceFailed, InferenceRejected, StreamEvent
+from schemas.reasons import Reason
+from schemas.topics import ANSWERS, LIFECYCLE, TOKENS_PATTERN
+from streams.fold_table import FoldTable, Output
+from streams.outbox import Outgoing, deliver
+
+PROCESS = GROUP = "endings"
+READ_BACK_MS = 120_000
+"""How far a new partition is read back in silence: longer than a worker that lost its partitions can still write."""
+POLL_MS = 200
+WRITES_MAX = 4_096
+"""Writes on their way at once; then reading waits."""
+REVOKE_WAIT_S = 5.0
+METADATA_AGE_MS = 2_000
+"""How soon a new tenant's topic is found."""
+CONTENT_BYTES_TOTAL_MAX = 512 * 1024 * 1024
+"""Answers held in memory over all partitions; beyond it the oldest are let go and end as too large."""
+
+log = structlog.get_logger("streams.endings")
+_FOLDED = (*StreamEvent.__args__, InferenceRejected)
+
+
+class Writes:
+    """Records on their way. What they are for may be committed once `settled` has returned."""
+
+    def __init__(self, producer: EventProducer) -> None:
+        self._producer = producer
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def room(self) -> None:
+        """Wait while too many writes run."""
+        while len(self._tasks) >= WRITES_MAX:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+
+    def begin(self, work: Awaitable[None]) -> None:
+        """Let a write run beside the others. At once, so that what caused it isn't committed before it is known."""
+        task = asyncio.ensure_future(self._guard(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guard(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+
+    async def settled(self, timeout_s: float | None = None) -> bool:
+        """Wait for every write begun so far; whether all are confirmed."""
+        tasks = set(self._tasks)
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout_s)
+        return all(task.done() for task in tasks) and not self.failed.done()
+
+
+class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no types
+    """Folds the partitions that the group gives it."""
+
+    def __init__(
+        self, settings: EndingsSettings, consumer: AIOKafkaConsumer, producer: EventProducer, decoder: EventDecoder
+    ) -> None:
+        self._settings = settings
+        self._consumer = consumer
+        self._producer = producer
+        self._decoder = decoder
+        self._tables: dict[TopicPartition, FoldTable] = {}
+        self._committed: dict[TopicPartition, int] = {}
+        self.writes = Writes(producer)
+        self.assigned = False
+
+    # --- partitions come and go --------------------------------------------------------------------------------------
+
+    async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
+        """Commit what can be, and forget."""
+        await self.commit(REVOKE_WAIT_S)
+        for partition in list(revoked):
+            self._tables.pop(partition, None)
+            self._committed.pop(partition, None)
+
+    async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
+        """Start each partition a little before its committed offset."""
+        partitions = list(assigned)
+        since_ms = int(time.time() * 1000) - READ_BACK_MS
+        found = await self._consumer.offsets_for_times(dict.fromkeys(partitions, since_ms)) if partitions else {}
+        firsts = await self._consumer.beginning_offsets(partitions) if partitions else {}
+        for partition in partitions:
+            committed = await self._consumer.committed(partition)
+            aloud_from = committed if committed is not None else firsts[partition]
+            recent = found.get(partition)
+            start = min(aloud_from, recent.offset if recent is not None else aloud_from)
+            self._tables[partition] = FoldTable(
+                partition.topic, partition.partition, aloud_from, self._settings.remember_ms
+            )
+            self._committed[partition] = aloud_from
+            self._consumer.seek(partition, max(start, firsts[partition]))
+        self.assigned = True
+
+    # --- records -----------------------------------------------------------------------------------------------------
+
+    async def take(self, batches: Mapping[TopicPartition, Iterable[ConsumerRecord]]) -> None:
+        """Fold what was read, unless its partition is taken away meanwhile."""
+        tables = {partition: self._tables.get(partition) for partition in batches}
+        for partition, records in batches.items():
+            for record in records:
+                await self.writes.room()
+                event, fault = await self._decode(record)
+                table = tables[partition]
+                if table is None or self._tables.get(partition) is not table:
+                    break
+                metrics.RECORDS.labels(record.topic, "in").inc()
+                self._fold(table, record, event, fault)
+        self._bound()
+
+    def _fold(self, table: FoldTable, record: ConsumerRecord, event: Event | None, fault: Undecodable | None) -> None:
+        """Without a pause: once a record counts as passed, the writes that it causes are known."""
+        if fault is not None:
+            self._bury(table, record, fault.reason, fault.message)
+        elif isinstance(event, _FOLDED):
+            for output in table.apply(record.offset, record.timestamp, event):
+                self.writes.begin(self._write(output, record))
+        else:
+            name = type(event).__name__
+            self._bury(table, record, Reason.INVALID_REQUEST, f"{name} doesn't belong on {record.topic}")
+
+    async def _decode(self, record: ConsumerRecord) -> tuple[Event | None, Undecodable | None]:
+        try:
+            return await self._decoder.decode(record.value), None
+        except Undecodable as fault:
+            return None, fault
+
+    async def _write(self, output: Output, record: ConsumerRecord) -> None:
+        """One record; ids derive from the request, so that a repetition is recognised."""
+        trace = child(record.headers)
+        if not isinstance(output, InferenceAnswered):
+            await deliver(self._producer, [Outgoing(LIFECYCLE, output, output.tenant)], trace)
+            _count(output)
+            return
+        try:
+            await deliver(self._producer, [Outgoing(ANSWERS, output, output.request_id)], trace)
+        except RecordTooLarge:
+            await deliver(self._producer, [Outgoing(ANSWERS, without_content(output), output.request_id)], trace)
+
+    def _bury(self, table: FoldTable, record: ConsumerRecord, reason: Reason, message: str) -> None:
+        if table.skip(record.offset):
+            log.warning("dead-lettered", topic=record.topic, partition=record.partition, offset=record.offset)
+            self.writes.begin(dead_letter(self._producer, record, reason.value, message, PROCESS))
+
+    def _bound(self) -> None:
+        now_ms = int(time.time() * 1000)
+        tables = self._tables.values()
+        share = max(1, self._settings.open_requests_max // max(1, len(self._tables)))
+        too_old = sum(table.drop_older_than(now_ms - self._settings.hard_limit_ms) for table in tables)
+        too_many = sum(table.drop_beyond(share, now_ms) for table in tables)
+        if too_old or too_many:
+            metrics.OPEN_REQUESTS_DROPPED.labels("age").inc(too_old)
+            metrics.OPEN_REQUESTS_DROPPED.labels("number").inc(too_many)
+            log.error("open requests are dropped without an ending", too_old=too_old, too_many=too_many)
+        if sum(table.content_bytes for table in tables) > CONTENT_BYTES_TOTAL_MAX:
+            each = CONTENT_BYTES_TOTAL_MAX // max(1, len(self._tables))
+            dropped = sum(table.drop_contents(each) for table in tables)
+            log.error("answers are let go for want of memory", requests=dropped)
+
+    # --- offsets -----------------------------------------------------------------------------------------------------
+
+    async def commit(self, timeout_s: float | None = None) -> None:
+        """Commit what is needed no more, once what was written because of it is confirmed."""
+        ready = {partition: table.committable for partition, table in self._tables.items()}
+        due = {partition: offset for partition, offset in ready.items() if offset > self._committed.get(partition, -1)}
+        if not due or not await self.writes.settled(timeout_s):
+            return
+        due = {partition: offset for partition, offset in due.items() if partition in self._tables}
+        with contextlib.suppress(
+            CommitFailedError, IllegalStateError
+        ):  # the group has moved on: the next owner repeats
+            await self._consumer.commit(due)
+            self._committed.update(due)
+
+    async def commit_regularly(self) -> None:
+        """Commit and drop what is too old, for as long as the process runs."""
+        while True:
+            await asyncio.sleep(self._settings.commit_interval_ms / 1000)
+            self._bound()
+            try:
+                await self.commit()
+            except KafkaError as error:
+                log.warning("can't commit yet", error=type(error).__name__)
+
+
+def without_content(answer: InferenceAnswered) -> InferenceAnswered:
+    """An answer that no record takes, as one that says so."""
+    return InferenceAnswered(
+        request_id=answer.request_id,
+        tenant=answer.tenant,
+        model=answer.model,
+        version=answer.version,
+        tier=answer.tier,
+        choices=(),
+        usage=answer.usage,
+        error_reason=Reason.ANSWER_TOO_LARGE.value,
+        error_message=Reason.ANSWER_TOO_LARGE.text,
+    )
+
+
+def _count(output: Event) -> None:
+    match output:
+        case InferenceCompleted():
+            metrics.REQUESTS.labels(output.model, output.version, output.tier, "completed").inc()
+        case InferenceFailed():
+            metrics.REQUESTS.labels(output.model, output.version, output.tier, output.reason).inc()
+
+
+async def run(settings: EndingsSettings, stop: asyncio.Event) -> None:
+    """Run endings until `stop` is set. Raises what makes it impossible to go on."""
+    producer, decoder = EventProducer(settings.kafka, PROCESS), EventDecoder(settings.kafka)
+    consumer = make_consumer(
+        settings.kafka,
+        group=GROUP,
+        session_timeout_ms=settings.session_timeout_ms,
+        heartbeat_interval_ms=settings.session_timeout_ms // 5,
+        metadata_max_age_ms=METADATA_AGE_MS,
+    )
+    endings = Endings(settings, consumer, producer, decoder)
+    ops = OpsServer(settings.ops_port, lambda: None if endings.assigned else "no partitions of tokens are assigned yet")
+    async with contextlib.AsyncExitStack() as cleanup:
+        await ops.start()
+        cleanup.push_async_callback(ops.stop)
+        await producer.start()
+        cleanup.push_async_callback(producer.stop)
+        consumer.subscribe(pattern=TOKENS_PATTERN, listener=endings)
+        cleanup.push_async_callback(consumer.stop)
+        await consumer.start()
+        reading: asyncio.Future[Any] = asyncio.ensure_future(_read(settings, consumer, endings, stop))
+        committing: asyncio.Future[Any] = asyncio.ensure_future(endings.commit_regularly())
+        cleanup.push_async_callback(_cancel, (reading, committing))
+        log.info("endings runs")
+        watched = [reading, committing, endings.writes.failed]
+        done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        for ended in done:
+            ended.result()
+        await _cancel((committing,))
+        await endings.commit(REVOKE_WAIT_S)
+
+
+async def _read(settings: EndingsSettings, consumer: AIOKafkaConsumer, endings: Endings, stop: asyncio.Event) -> None:
+    """Ends by itself, between records, so that whatever was folded has its writes begun."""
+    while not stop.is_set():
+        batches = await consumer.getmany(timeout_ms=POLL_MS, max_records=settings.poll_records_max)
+        await endings.take(batches)
+
+
+async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

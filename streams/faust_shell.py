@@ -1,0 +1,232 @@
+"""Faust as admission uses it: one topic of raw records, taken without automatic acks.
+
+Faust's bookkeeping of acks loses records that are acked out of order (its `Consumer._new_offset` compares an offset with
+the committed one, which is already the next to read, and takes any offset for the first of a new group). So `InOrderAcks`
+acks a partition's events strictly in order, each when it and all before it are done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import faust
+from aiokafka.helpers import create_ssl_context
+from faust.auth import SASLCredentials, SSLCredentials
+
+from infra.settings import AdmissionSettings, KafkaSettings
+from schemas.errors import HeadraceError
+from schemas.reasons import Reason
+from streams import faust_transport
+
+START_S_MAX = 60.0
+STOP_S_MAX = 10.0
+FINISH_S_MAX = 5.0
+COMMIT_INTERVAL_S = 0.5
+BUFFERED_RECORDS_MAX = 1_024
+REQUEST_TIMEOUT_S = 40.0
+TIMESTAMP_UNITS = 1_000  # Faust turns milliseconds to seconds
+
+Partition = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record as the broker gave it; the same names as aiokafka's `ConsumerRecord`."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp: int
+    key: bytes | None
+    value: bytes | None
+    headers: tuple[tuple[str, bytes], ...]
+
+
+class InOrderAcks:
+    """Acks each partition's events in the order of their offsets, whatever the order in which they get done."""
+
+    def __init__(self) -> None:
+        self._open: dict[Partition, deque[_Entry]] = {}
+
+    def take(self, partition: Partition, ack: Callable[[], object]) -> Callable[[], None]:
+        """Note the partition's next event. The function returned says that it is done, and does nothing when called again."""
+        entry = _Entry(ack)
+        entries = self._open.setdefault(partition, deque())
+        entries.append(entry)
+
+        def done() -> None:
+            entry.done = True
+            while entries and entries[0].done:
+                entries.popleft().ack()
+
+        return done
+
+    def drop(self, partitions: Iterable[Partition]) -> None:
+        """Forget partitions that were taken away: what is open there will be delivered again, here or elsewhere."""
+        for partition in partitions:
+            for entry in self._open.pop(partition, ()):
+                entry.ack = _nothing
+
+    @property
+    def open(self) -> int:
+        """How many events are taken and not acked."""
+        return sum(map(len, self._open.values()))
+
+
+@dataclass(slots=True)
+class _Entry:
+    ack: Callable[[], object]
+    done: bool = False
+
+
+def _nothing() -> None:
+    return None
+
+
+Handle = Callable[[Record], Awaitable[None]]
+
+
+class FaustShell:
+    """Runs a Faust app that hands each record of one topic to `handle`, and acks it once that returns.
+
+    At most `open_max` records are handled at once. An exception of `handle` is fatal, since acking would lose the record:
+    `failed` resolves with it.
+    """
+
+    def __init__(self, settings: AdmissionSettings, topic: str, group: str, handle: Handle, open_max: int) -> None:
+        self._settings = settings
+        self._topic = topic
+        self._group = group
+        self._handle = handle
+        self._slots = asyncio.Semaphore(open_max)
+        self._acks = InOrderAcks()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._app: Any = None
+        self._stopping = False
+        self._assigned: set[Partition] | None = None
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def _folder(self) -> Path:
+        return self._settings.data_dir / "faust"
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why no records can come yet; None if they can. No partition at all is fine: other members have them."""
+        if self._assigned is None:
+            return f"no partitions of {self._topic} are assigned yet"
+        return None
+
+    async def start(self) -> None:
+        """Start the app; partitions are assigned soon after. Raises HeadraceError (unavailable) if it can't start in time."""
+        self._app = self._make_app()
+        self._folder.mkdir(parents=True, exist_ok=True)  # Faust insists on one, and puts nothing there
+        try:
+            await asyncio.wait_for(self._app.start(), START_S_MAX)
+        except TimeoutError:
+            raise HeadraceError(
+                Reason.UNAVAILABLE, f"Kafka doesn't answer at {self._settings.kafka.bootstrap}"
+            ) from None
+
+    async def stop(self) -> None:
+        """Stop taking records, finish those that are open, and commit them."""
+        if self._app is None:
+            return
+        self._stopping = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=FINISH_S_MAX)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._app.stop(), STOP_S_MAX)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _make_app(self) -> Any:
+        for name in ("faust", "mode", "aiokafka", faust_transport.__name__):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        kafka = self._settings.kafka
+        app = faust.App(
+            self._group,
+            broker=[f"kafka://{server}" for server in kafka.bootstrap.split(",")],
+            broker_credentials=_credentials(kafka),
+            broker_commit_interval=COMMIT_INTERVAL_S,
+            broker_session_timeout=self._settings.session_timeout_ms / 1000,
+            broker_heartbeat_interval=self._settings.session_timeout_ms / 5000,
+            broker_request_timeout=REQUEST_TIMEOUT_S,
+            consumer_auto_offset_reset="earliest",
+            stream_buffer_maxsize=BUFFERED_RECORDS_MAX,
+            stream_wait_empty=False,
+            topic_allow_declare=False,
+            topic_disable_leader=True,
+            web_enabled=False,
+            datadir=str(self._folder),
+        )
+        app.finalize()
+        app.transport = faust_transport.OneLoopTransport(app.conf.broker_consumer, app)
+        topic = app.topic(self._topic, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw")
+        app.agent(topic, name=self._group, concurrency=1)(self._take)
+        app.on_partitions_revoked.connect(self._on_revoked, weak=False)
+        app.on_partitions_assigned.connect(self._on_assigned, weak=False)
+        return app
+
+    async def _take(self, stream: Any) -> None:
+        async for event in stream.noack().events():
+            if self._stopping:
+                return
+            message = event.message
+            record = Record(
+                message.topic,
+                message.partition,
+                message.offset,
+                round(message.timestamp * TIMESTAMP_UNITS),
+                message.key,
+                message.value,
+                tuple(dict(message.headers or ()).items()),
+            )
+            await self._slots.acquire()
+            done = self._acks.take((record.topic, record.partition), event.ack)
+            task = asyncio.ensure_future(self._run(record, done))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, record: Record, done: Callable[[], None]) -> None:
+        try:
+            await self._handle(record)
+            done()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+        finally:
+            self._slots.release()
+
+    async def _on_revoked(self, _app: object, revoked: Iterable[Any], **_: object) -> None:
+        gone = {(tp.topic, tp.partition) for tp in revoked}
+        self._acks.drop(gone)
+        self._assigned = (self._assigned or set()) - gone
+
+    async def _on_assigned(self, _app: object, assigned: Iterable[Any], **_: object) -> None:
+        self._assigned = {(tp.topic, tp.partition) for tp in assigned if tp.topic == self._topic}
+
+
+def _credentials(kafka: KafkaSettings) -> Any:
+    """Faust's form of how to sign in; None for plain text."""
+    context = None
+    if kafka.security_protocol.endswith("SSL"):
+        context = create_ssl_context(cafile=kafka.ssl_cafile, certfile=kafka.ssl_certfile, keyfile=kafka.ssl_keyfile)
+    if kafka.security_protocol.startswith("SASL"):
+        return SASLCredentials(
+            username=kafka.sasl_username,
+            password=kafka.sasl_password,
+            ssl_context=context,
+            mechanism=kafka.sasl_mechanism,
+        )
+    return SSLCredentials(context=context) if context is not None else None

@@ -1,0 +1,67 @@
+"""Faust's Kafka transport with its consumer in the application's own event loop.
+
+Faust runs the consumer in a thread of its own, so that slow agents don't stop heartbeats; each fetch then crosses threads
+twice. Here nothing holds the loop, and the crossings cost more than the fetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from faust.transport.drivers.aiokafka import AIOKafkaConsumerThread, Consumer, Transport
+from mode.utils.futures import maybe_async
+
+
+class OneLoopConsumerThread(AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust is not analysed
+    """A "consumer thread" that is no thread: it starts, works and stops in the loop of the application."""
+
+    abstract = False
+    wait_for_shutdown = False
+
+    def __init__(self, consumer: Any, **options: Any) -> None:
+        super().__init__(consumer, thread_loop=options.get("loop") or consumer.loop, **options)
+
+    async def start(self) -> None:
+        """Connect the consumer; its tasks run beside the application's."""
+        self._thread_started.set()
+        await self._default_start()
+
+    async def stop(self) -> None:
+        """Disconnect the consumer, leaving its group."""
+        if self._started.is_set() and not self._stopped.is_set():
+            self._stopped.set()
+            if self._consumer is not None:
+                await self._consumer.stop()
+            await self._default_stop_futures()
+
+    async def call_thread(self, fun: Callable[..., Awaitable[Any]], *args: Any, **options: Any) -> Any:
+        """Call at once what would be handed to the thread."""
+        return await maybe_async(fun(*args, **options))
+
+    async def on_partitions_revoked(self, revoked: Any) -> None:
+        """Tell the application before the group moves on."""
+        await self.consumer.on_partitions_revoked(revoked)
+
+    async def on_partitions_assigned(self, assigned: Any, generation_id: int = 0) -> None:
+        """Tell the application what it has now."""
+        await self.consumer.on_partitions_assigned(assigned, generation_id)
+
+    def close(self) -> None:
+        """Nothing to close from outside: `stop` does all."""
+
+
+class OneLoopConsumer(Consumer):  # type: ignore[misc]
+    """A consumer that delegates to no thread."""
+
+    def _new_consumer_thread(self) -> Any:
+        return OneLoopConsumerThread(self, loop=self.loop, beacon=self.beacon)
+
+
+class OneLoopTransport(Transport):  # type: ignore[misc]
+    """Give it to an app as its `transport`."""
+
+    Consumer = OneLoopConsumer
+
+
+__all__ = ["OneLoopConsumer", "OneLoopTransport"]

@@ -1,0 +1,159 @@
+"""The open requests of one `tokens` partition, folded, and the ids of those that have closed.
+
+Pure bookkeeping over `decisions.stream` and `decisions.endings`: records in, events out, and the offset below which
+nothing is needed any more. It reads no clock and does no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from decisions import endings as rules
+from decisions.endings import CONTENT_BYTES_MAX, Ending, Facts
+from decisions.stream import NEW, Input, StreamState, fold
+from schemas.events import (
+    GenerationStarted,
+    InferenceAnswered,
+    InferenceCompleted,
+    InferenceFailed,
+    InferenceRejected,
+    InferenceStarted,
+    Position,
+    TokensGenerated,
+)
+
+CLOSED_MAX = 500_000
+"""Closed requests whose ids one partition remembers; of more, the oldest is forgotten."""
+
+Output = InferenceStarted | Ending | InferenceAnswered
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """One request that has not closed. `counted` is None once its content is larger than an answer may be."""
+
+    first_offset: int
+    first_ms: int
+    state: StreamState = NEW
+    known: Facts = field(default_factory=Facts)
+    has_started: bool = False
+    counted: list[TokensGenerated] | None = field(default_factory=list)
+    content_bytes: int = 0
+
+
+class FoldTable:
+    """Folds one partition, from the offset `silent_below` on aloud: what closed before it has been told already."""
+
+    def __init__(self, topic: str, partition: int, silent_below: int, remember_ms: int) -> None:
+        self.topic = topic
+        self.partition = partition
+        self.open: OrderedDict[str, OpenRequest] = OrderedDict()
+        self.content_bytes = 0
+        self._silent_below = silent_below
+        self._remember_ms = remember_ms
+        self._closed: OrderedDict[str, int] = OrderedDict()
+        self._next = silent_below
+        self._aloud = False
+
+    @property
+    def committable(self) -> int:
+        """The offset below which no open request has a record."""
+        oldest = next(iter(self.open.values()), None)
+        return self._next if oldest is None else min(self._next, oldest.first_offset)
+
+    def skip(self, offset: int) -> bool:
+        """Pass over a record; whether it is heard for the first time."""
+        self._next = max(self._next, offset + 1)
+        return offset >= self._silent_below
+
+    def apply(self, offset: int, timestamp_ms: int, event: Input) -> list[Output]:
+        """Fold one event; what is to be written because of it."""
+        self.skip(offset)
+        self._forget(timestamp_ms)
+        if offset >= self._silent_below and not self._aloud:
+            self._aloud = True
+            self.drop_beyond(0, timestamp_ms)  # what was open when `silent_below` was committed has no record before it
+        request_id = event.request_id
+        if not request_id or request_id in self._closed:
+            return []
+        request = self.open.get(request_id) or OpenRequest(offset, timestamp_ms)
+        request.state, counts = fold(request.state, event)
+        if not counts:
+            return []  # a request of which nothing has counted isn't worth a place in the table
+        self.open[request_id] = request
+        request.known = rules.facts(request.known, event)
+        outputs = self._outputs(request, event, offset)
+        if request.state.closed is not None:
+            self._close(request_id, timestamp_ms)
+        return outputs if self._aloud else []
+
+    def _outputs(self, request: OpenRequest, event: Input, offset: int) -> list[Output]:
+        match event:
+            case TokensGenerated():
+                self._gather(request, event)
+                return []
+            case GenerationStarted() if not request.has_started:
+                request.has_started = True
+                return [rules.started(event, Position(self.topic, self.partition, offset))]
+            case InferenceCompleted() | InferenceFailed():
+                answer = rules.answered(request.state, request.known, event, request.counted)
+                return [rules.ending(request.state, request.known, event), answer]
+            case InferenceRejected():
+                return [rules.answered(request.state, request.known, event, request.counted)]
+            case _:
+                return []
+
+    def _gather(self, request: OpenRequest, event: TokensGenerated) -> None:
+        if request.counted is None:
+            return
+        size = rules.content_bytes(event)
+        request.counted.append(event)
+        request.content_bytes += size
+        self.content_bytes += size
+        if request.content_bytes > CONTENT_BYTES_MAX:
+            self._drop_content(request)
+
+    def _drop_content(self, request: OpenRequest) -> None:
+        self.content_bytes -= request.content_bytes
+        request.counted, request.content_bytes = None, 0
+
+    def drop_contents(self, bytes_max: int) -> int:
+        """Let go of whole answers, oldest first, until at most `bytes_max` are held; how many."""
+        dropped = 0
+        for request in self.open.values():
+            if self.content_bytes <= bytes_max:
+                break
+            if request.content_bytes:
+                self._drop_content(request)
+                dropped += 1
+        return dropped
+
+    def drop_older_than(self, timestamp_ms: int) -> int:
+        """Forget requests that opened before a time; how many. Their ends, if they come, are taken for strangers'."""
+        dropped = 0
+        while self.open and next(iter(self.open.values())).first_ms < timestamp_ms:
+            self._close(next(iter(self.open)), timestamp_ms)
+            dropped += 1
+        return dropped
+
+    def drop_beyond(self, requests_max: int, timestamp_ms: int) -> int:
+        """Forget the oldest requests until at most `requests_max` are open; how many."""
+        dropped = max(0, len(self.open) - requests_max)
+        for _ in range(dropped):
+            self._close(next(iter(self.open)), timestamp_ms)
+        return dropped
+
+    def _close(self, request_id: str, timestamp_ms: int) -> None:
+        self.content_bytes -= self.open.pop(request_id).content_bytes
+        self._closed[request_id] = timestamp_ms
+        if len(self._closed) > CLOSED_MAX:
+            self._closed.popitem(last=False)
+
+    def _forget(self, now_ms: int) -> None:
+        """Forget closed requests whose last zombie can't write any more; a few a call, so that none takes long."""
+        for _ in range(2):
+            oldest = next(iter(self._closed.items()), None)
+            if oldest is None or now_ms - oldest[1] < self._remember_ms:
+                return
+            del self._closed[oldest[0]]

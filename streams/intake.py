@@ -1,0 +1,96 @@
+"""Reads a record of `requests.*`: its event, its grant, and what can be saved of one that is no event."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from infra.grants import Grant, read
+from infra.log import EventDecoder
+from schemas.errors import HeadraceError, InvalidField, Undecodable
+from schemas.events import Event
+from schemas.ids import is_request_id
+from schemas.reasons import Reason
+from schemas.topics import GRANT_HEADER
+from streams.faust_shell import Record
+
+SALVAGED_BYTES_MAX = 2 * 1024 * 1024
+MODEL_CHARS_MAX = 100
+REKEYED_HEADER = "rekeyed"
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """One record as read: `event` or `fault` is set, and `grant` or `grant_fault`."""
+
+    record: Record
+    event: Event | None
+    fault: HeadraceError | None
+    grant: Grant | None
+    grant_fault: HeadraceError | None
+
+    @property
+    def rekeyed(self) -> bool:
+        """Whether admission itself has sent it to this partition."""
+        return any(name == REKEYED_HEADER for name, _ in self.record.headers)
+
+
+async def read_record(record: Record, decoder: EventDecoder, secret: bytes) -> Intake:
+    """Read a record, trusting nothing. Raises HeadraceError (unavailable) if its schema can't be looked up at present."""
+    event: Event | None = None
+    fault: HeadraceError | None = None
+    try:
+        event = await decoder.decode(record.value)
+    except Undecodable as error:
+        fault = error
+    grant: Grant | None = None
+    grant_fault: HeadraceError | None = None
+    try:
+        grant = _grant(record, secret)
+    except HeadraceError as error:
+        grant_fault = error
+    return Intake(record, event, fault, grant, grant_fault)
+
+
+def _grant(record: Record, secret: bytes) -> Grant:
+    token = next((value for name, value in record.headers if name == GRANT_HEADER), None)
+    if token is None:
+        raise HeadraceError(Reason.INVALID_GRANT, f"the record has no header {GRANT_HEADER!r}")
+    try:
+        text = token.decode("ascii")
+    except UnicodeDecodeError:
+        raise HeadraceError(Reason.INVALID_GRANT, "the grant is no token") from None
+    return read(secret, text)
+
+
+@dataclass(frozen=True, slots=True)
+class Salvage:
+    """What a record that is no event still tells: the request's id ("" if it can't be read) and the model it names."""
+
+    request_id: str
+    model: str
+    reason: Reason
+
+
+def salvage(record: Record, fault: HeadraceError) -> Salvage:
+    """Look into a JSON record that is almost a request."""
+    reason = Reason.INVALID_REQUEST if isinstance(fault, InvalidField) else fault.reason
+    found = _object(record.value)
+    request_id, model = found.get("request_id"), found.get("model")
+    known = request_id if isinstance(request_id, str) and is_request_id(request_id) else ""
+    return Salvage(known, model[:MODEL_CHARS_MAX] if isinstance(model, str) and _is_text(model) else "", reason)
+
+
+def _object(value: bytes | None) -> dict[str, Any]:
+    if not value or value[:1] != b"{" or len(value) > SALVAGED_BYTES_MAX:
+        return {}
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_text(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)

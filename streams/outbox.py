@@ -1,0 +1,64 @@
+"""Sends the records that one input caused, and returns when the broker has confirmed all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+from aiokafka.structs import RecordMetadata
+
+from infra.log import EventProducer, Headers, NotDelivered
+from schemas.events import Event, Reply
+
+ATTEMPTS_MAX = 5
+BACKOFF_S = 0.2
+
+log = structlog.get_logger("streams.outbox")
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """One record to write: the event, where it goes, and how it is written."""
+
+    topic: str
+    event: Event
+    key: str | None
+    partition: int | None = None
+    encoding: str = "avro"
+
+
+def reply_to(reply: Reply, event: Event, request_id: str) -> Outgoing:
+    """A record for the caller's own partition, in the encoding that the grant names."""
+    return Outgoing(reply.topic, event, request_id, reply.partition, reply.encoding)
+
+
+async def deliver(producer: EventProducer, records: Sequence[Outgoing], headers: Headers = ()) -> list[RecordMetadata]:
+    """Write all records and wait until the broker has them; their positions, in the same order.
+
+    What isn't confirmed is written again, all of it: readers ignore what they have seen. Raises `NotDelivered` after
+    `ATTEMPTS_MAX`, and at once RecordTooLarge or NoSuchPartition of `infra.log`, when some may have been written.
+    """
+    attempt = 1
+    while True:
+        try:
+            futures = [await _send(producer, record, headers) for record in records]
+            return list(await asyncio.gather(*futures))
+        except NotDelivered as error:
+            log.warning("not confirmed", attempt=attempt, error=error.message)
+            if attempt == ATTEMPTS_MAX:
+                raise
+            await asyncio.sleep(BACKOFF_S * attempt)
+            attempt += 1
+
+
+async def _send(producer: EventProducer, record: Outgoing, headers: Headers) -> asyncio.Future[RecordMetadata]:
+    return await producer.send(
+        record.topic,
+        record.event,
+        key=record.key,
+        partition=record.partition,
+        headers=headers,
+        encoding=record.encoding,
+    )
