@@ -48,7 +48,8 @@ class BenchCommand(click.Command):
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON list of rows: metric, unit, at, ours, peer, theirs, ratio."
 )
-def bench(name: str | None, as_json: bool) -> Any:
+@click.option("--quick", is_flag=True, help="Make few calls: to see that it runs, not to measure.")
+def bench(name: str | None, as_json: bool, quick: bool) -> Any:
     """Measure NAME, side by side with its peer in one run."""
     available = names()
     if name is None:
@@ -56,5 +57,5 @@ def bench(name: str | None, as_json: bool) -> Any:
         return 0
     if name not in available:
         raise click.UsageError(f"there is no benchmark {name!r}; there are: {', '.join(available) or 'none yet'}")
-    result = importlib.import_module(f"bench.{name}").run(as_json)
+    result = importlib.import_module(f"bench.{name}").run(as_json, quick=quick)
     return run_async(result) if inspect.iscoroutine(result) else result
