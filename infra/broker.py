@@ -229,7 +229,7 @@ class EmbeddedKafka:
 
     def _format(self, jars: list[Path], properties: Path) -> None:
         cluster = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-        arguments = ("format", "--cluster-id", cluster, "--config", str(properties), "--ignore-formatted")
+        arguments = ("format", f"--cluster-id={cluster}", "--config", str(properties), "--ignore-formatted")
         command = self._java(jars, "kafka.tools.StorageTool", *arguments)
         done = subprocess.run(command, capture_output=True, text=True, timeout=START_WAIT_S, check=False)
         if done.returncode != 0:

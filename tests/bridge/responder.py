@@ -1,0 +1,143 @@
+"""Plays admission and a worker: answers each request on the reply partition of its grant, as the last message directs.
+
+The last user message (or the prompt) may be a JSON object: `tokens` (texts of the tokens), `tail` (text held back to the end),
+`reject` / `fail` (a reason), `fail_after` (tokens before the failure), `gap_ms` (between tokens), `first_ms` (before the start), `hang`
+(never end), `repeat`, `zombie` (send tokens of an old attempt too). Anything else is echoed, one token a character.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from infra.grants import Grant, read
+from infra.kafka import make_consumer
+from infra.log import EventDecoder, EventProducer
+from infra.settings import KafkaSettings
+from schemas.events import (
+    Alternative,
+    Attempt,
+    ChoiceEnd,
+    Event,
+    GenerationStarted,
+    InferenceCancelled,
+    InferenceCompleted,
+    InferenceFailed,
+    InferenceRejected,
+    InferenceRequested,
+    Timings,
+    TokenLogprob,
+    TokensGenerated,
+    Usage,
+)
+from schemas.topics import GRANT_HEADER, INTERACTIVE, requests_topic
+
+VERSION = "v1"
+ATTEMPT = Attempt(2, 1)
+OLD = Attempt(1, 7)
+
+
+@dataclass
+class Seen:
+    """A request as it stood in the log."""
+
+    event: InferenceRequested
+    grant: Grant
+    headers: dict[str, bytes]
+    key: bytes | None
+
+
+@dataclass
+class Responder:
+    settings: KafkaSettings
+    secret: bytes
+    seen: dict[str, Seen] = field(default_factory=dict)
+    cancelled: dict[str, Grant] = field(default_factory=dict)
+    tokens_sent: dict[str, int] = field(default_factory=dict)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Answer until cancelled."""
+        self._producer = EventProducer(self.settings, "responder")
+        await self._producer.start()
+        consumer = make_consumer(self.settings, requests_topic(INTERACTIVE), auto_offset_reset="latest")
+        await consumer.start()
+        for partition in consumer.assignment():
+            await consumer.seek_to_end(partition)
+            await consumer.position(partition)
+        self.ready.set()
+        decoder = EventDecoder(self.settings)
+        tasks: dict[str, asyncio.Task[None]] = {}
+        try:
+            async for record in consumer:
+                event = await decoder.decode(record.value)
+                headers = dict(record.headers)
+                grant = read(self.secret, headers[GRANT_HEADER])
+                if isinstance(event, InferenceRequested):
+                    self.seen[event.request_id] = Seen(event, grant, headers, record.key)
+                    tasks[event.request_id] = asyncio.create_task(self._answer(event, grant))
+                elif isinstance(event, InferenceCancelled):
+                    self.cancelled[event.request_id] = grant
+                    if event.request_id in tasks:
+                        tasks[event.request_id].cancel()
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+            await consumer.stop()
+            await self._producer.stop()
+
+    async def _send(self, grant: Grant, event: Event) -> None:
+        await self._producer.send(grant.reply.topic, event, partition=grant.reply.partition)
+
+    async def _answer(self, request: InferenceRequested, grant: Grant) -> None:
+        script = _script(request)
+        common = (request.request_id, grant.tenant, request.model)
+        if "reject" in script:
+            event = InferenceRejected(
+                *common, INTERACTIVE, script["reject"], "no", param=script.get("param"), retry_after_ms=script.get("retry_after_ms")
+            )
+            await self._send(grant, event)
+            return
+        await asyncio.sleep(script.get("first_ms", 0) / 1000)
+        n = request.sampling.n
+        where = (*common, VERSION, INTERACTIVE)
+        started = GenerationStarted(*where, ATTEMPT, (0,) * n, prompt_tokens=7, worker_id="w")
+        await self._send(grant, started)
+        tokens = [text.encode() for text in script["tokens"]] * script.get("repeat", 1)
+        for i, token in enumerate(tokens):
+            if script.get("fail_after") == i:
+                await self._send(grant, InferenceFailed(*where, script["fail"], "broke", ATTEMPT, (i,) * n))
+                return
+            for choice in range(n):
+                if script.get("zombie"):
+                    await self._send(grant, TokensGenerated(request.request_id, choice, OLD, i, (666,), "ZOMBIE"))
+                logprobs = _logprobs(token, request.sampling.logprobs)
+                await self._send(grant, TokensGenerated(request.request_id, choice, ATTEMPT, i, (i,), token.decode(), logprobs))
+            self.tokens_sent[request.request_id] = i + 1
+            if gap_ms := script.get("gap_ms"):
+                await asyncio.sleep(gap_ms / 1000)
+        if script.get("hang"):
+            await asyncio.sleep(3600)
+        ends = tuple(ChoiceEnd(choice, len(tokens), "stop", text=script.get("tail", "")) for choice in range(n))
+        usage = Usage(7, n * len(tokens), 3)
+        await self._send(grant, InferenceCompleted(*where, ATTEMPT, ends, usage, Timings(), "w"))
+
+
+def _script(request: InferenceRequested) -> dict[str, Any]:
+    if request.messages is not None:
+        text = request.messages[-1].content
+    else:
+        text = request.prompt or "".join(map(chr, request.prompt_token_ids or ()))
+    if text.startswith("{"):
+        return {"tokens": ["ok"], **json.loads(text)}
+    return {"tokens": list(text)}
+
+
+def _logprobs(token: bytes, count: int | None) -> tuple[TokenLogprob, ...] | None:
+    if count is None:
+        return None
+    top = tuple(Alternative(i, b"\xf0\x9f" if i else token, -0.5 - i) for i in range(count))
+    return (TokenLogprob(0, token, -0.5, top),)
