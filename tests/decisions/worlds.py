@@ -1,0 +1,92 @@
+"""A made world and a made request for tests of admission."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from decisions.admission import Case
+from schemas.events import (
+    ApiKey,
+    InferenceRequested,
+    Message,
+    ModelVersionRegistered,
+    PartitionReport,
+    Position,
+    Reply,
+    Sampling,
+    TenantChanged,
+    WorkerReported,
+)
+from schemas.topics import TOKENS
+
+NOW = 1_800_000_000_000
+ID = "01900000-0000-7000-8000-000000000000"
+WORK = "work.m.v1.interactive"
+
+
+@dataclass(frozen=True)
+class FakeGrant:
+    tenant: str = "acme"
+    key_id: str = "k1"
+    tiers: tuple[str, ...] = ("interactive",)
+    reply: Reply = field(default_factory=lambda: Reply(TOKENS, 1))
+    expires_ms: int = NOW + 1
+
+
+@dataclass(frozen=True)
+class Seen:
+    report: WorkerReported
+    seen_ms: int
+
+
+def worker(
+    worker_id: str,
+    partitions: Mapping[int, int],
+    *,
+    slots: int = 4,
+    running: int = 0,
+    state: str = "ready",
+    seen_ms: int = NOW,
+    topic: str = WORK,
+) -> Seen:
+    """A worker that has committed up to these offsets of its partitions."""
+    held = tuple(PartitionReport(topic, partition, committed, 0) for partition, committed in partitions.items())
+    return Seen(WorkerReported(worker_id, "m", "v1", state, held, slots, running, 0), seen_ms)
+
+
+@dataclass
+class FakeWorld:
+    tenants: dict[str, TenantChanged] = field(
+        default_factory=lambda: {
+            "acme": TenantChanged("acme", "salt", (ApiKey("k1", "0" * 64, ("interactive", "batch"), 0),), 0)
+        }
+    )
+    models: dict[str, ModelVersionRegistered] = field(
+        default_factory=lambda: {
+            "m": ModelVersionRegistered("m", "v1", "scripted", "", 100, partitions=4, default_timeout_ms=5_000)
+        }
+    )
+    topics: dict[str, int] = field(default_factory=lambda: {TOKENS: 8, "tokens.acme": 1, WORK: 4})
+    seen: list[Seen] = field(default_factory=list)
+    ends: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    def tenant(self, name: str) -> TenantChanged | None:
+        return self.tenants.get(name)
+
+    def stable(self, model: str) -> ModelVersionRegistered | None:
+        return self.models.get(model)
+
+    def workers(self, model: str, version: str) -> Sequence[Seen]:
+        return self.seen
+
+    def partitions(self, topic: str) -> int | None:
+        return self.topics.get(topic)
+
+
+def case(*, grant: FakeGrant | None = None, sampling: Sampling | None = None, **changes: Any) -> Case:
+    """A request that passes every check in a `FakeWorld`."""
+    request = InferenceRequested(ID, "m", messages=(Message("user", "hi"),), sampling=sampling or Sampling())
+    source = Position("requests.interactive", 2, 7)
+    return Case(replace(request, **changes), grant or FakeGrant(), "interactive", NOW, source)
