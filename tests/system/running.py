@@ -1,0 +1,244 @@
+"""The whole path as real processes on a broker of its own, and handles to hurt them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from openai import AsyncOpenAI, OpenAI
+
+from cli.history import history
+from cli.models import register_versions
+from cli.records import Read
+from cli.registry import DEFAULT_TIERS, add_key, ensure_all, new_key, new_tenant, now_ms, write_tenant
+from cli.timeline import Timeline, build
+from infra import ports
+from infra.models_file import ModelEntry
+from infra.settings import KafkaSettings, grant_secret
+from infra.supervisor import ChildSpec, Supervisor
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "scripted"
+TENANTS = ("acme", "other")
+READY_WAIT_S = 120.0
+CALL_WAIT_S = 60.0
+COMMAND_WAIT_S = 60.0
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop that lives as long as the tests: the kernel ties child processes to the thread that started them."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="system-stack", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Awaitable[T], wait_s: float = READY_WAIT_S) -> T:
+        """The result of a coroutine, from another thread."""
+
+        async def body() -> T:
+            return await work
+
+        future: Future[T] = asyncio.run_coroutine_threadsafe(body(), self.loop)
+        return future.result(wait_s)
+
+    def close(self) -> None:
+        """Ends the loop and its thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+@dataclass
+class RunningStack:
+    """Two admissions, endings, one bridge, one worker of the scripted engine; tenants `acme` and `other`.
+
+    Attributes:
+        keys: each tenant's API key.
+        supervisor: restarts what is killed.
+        ops_ports: where each process serves its metrics, by name.
+    """
+
+    kafka: KafkaSettings
+    data_dir: Path
+    keys: dict[str, str] = field(default_factory=dict)
+    ops_ports: dict[str, int] = field(default_factory=dict)
+    port: int = field(default_factory=ports.free_port)
+    thread: LoopThread = field(default_factory=LoopThread)
+
+    def __post_init__(self) -> None:
+        self.supervisor = Supervisor(self.data_dir)
+        self._specs: dict[str, ChildSpec] = {}
+
+    @property
+    def base_url(self) -> str:
+        """The front door."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What a process or command of this stack needs in its environment."""
+        return {**self.kafka.to_env(), "HEADRACE_DATA": str(self.data_dir), "HEADRACE_URL": self.base_url}
+
+    # --- starting and stopping ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Prepares the log and starts everything; returns when all of it is ready."""
+        entry = ModelEntry(MODEL, "1", "scripted", "scripted", 4096, slots=8)
+        grant_secret(self.data_dir)
+        self.thread.run(self._prepare(entry))
+        self.add("worker", "worker", MODEL, "1")
+        self.add("admission-interactive", "streams", "admission", "--tier", "interactive")
+        self.add("admission-batch", "streams", "admission", "--tier", "batch")
+        self.add("endings", "streams", "endings")
+        self.add("bridge", "bridge", "--port", str(self.port))
+        for name in self._specs:
+            self.await_ready(name)
+
+    async def _prepare(self, entry: ModelEntry) -> None:
+        await ensure_all(self.kafka)
+        await register_versions(self.kafka, [entry.registered(None, now_ms())])
+        for name in TENANTS:
+            self.keys[name], kept = new_key(DEFAULT_TIERS, now_ms())
+            await write_tenant(self.kafka, add_key(new_tenant(name, now_ms()), kept))
+
+    def add(self, name: str, *arguments: str, **env: str) -> None:
+        """Starts one more process: `headrace` with these arguments."""
+        port = ports.free_port()
+        self.ops_ports[name] = port
+        argv = (sys.executable, "-m", "cli.main", *arguments)
+        spec = ChildSpec(name, argv, {**self.env, "HEADRACE_OPS_PORT": str(port), **env}, port)
+        self._specs[name] = spec
+        self.thread.run(self.supervisor.start(spec))
+
+    def await_ready(self, name: str) -> None:
+        """Returns when the process says that it is ready."""
+        self.thread.run(self.supervisor.ready(name, READY_WAIT_S), READY_WAIT_S + 5)
+
+    def stop(self, name: str) -> None:
+        """Stops one process in an orderly way; it isn't restarted."""
+        self.thread.run(self.supervisor.stop(name))
+
+    def restart(self, name: str) -> None:
+        """Stops one process in an orderly way and starts it again."""
+        self.stop(name)
+        self.thread.run(self.supervisor.start(self._specs[name]))
+        self.await_ready(name)
+
+    def close(self) -> None:
+        """Stops everything."""
+        self.thread.run(self.supervisor.stop_all())
+        self.thread.close()
+
+    # --- hurting ------------------------------------------------------------------------------------------------------
+
+    def pid(self, name: str) -> int | None:
+        """The process as it runs now."""
+        return next(status.pid for status in self.supervisor.status() if status.name == name)
+
+    def kill(self, name: str) -> None:
+        """kill -9 of a process and all it started; the supervisor starts it again."""
+        self._signal(name, signal.SIGKILL)
+
+    def pause(self, name: str) -> None:
+        """Freezes a process: its sockets stay open and nothing answers."""
+        self._signal(name, signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """Lets a frozen process go on."""
+        self._signal(name, signal.SIGCONT)
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        pid = self.pid(name)
+        assert pid is not None, f"{name} doesn't run"
+        os.killpg(pid, number)
+
+    def until_restarted(self, name: str, before: int | None) -> None:
+        """Returns when a process that was killed runs again, and is ready."""
+        self.until(lambda: self.pid(name) not in (None, before))
+        self.await_ready(name)
+
+    @staticmethod
+    def until(condition: Callable[[], Any], wait_s: float = CALL_WAIT_S) -> Any:
+        """What the condition gives once it is true."""
+        end_s = time.monotonic() + wait_s
+        while not (found := condition()):
+            assert time.monotonic() < end_s, "waited too long"
+            time.sleep(0.05)
+        return found
+
+    # --- calling and reading ------------------------------------------------------------------------------------------
+
+    def client(self, tenant: str = "acme") -> OpenAI:
+        """The official client, with no retries of its own."""
+        return OpenAI(base_url=f"{self.base_url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=CALL_WAIT_S)
+
+    def async_client(self, tenant: str = "acme") -> AsyncOpenAI:
+        """The same for asyncio."""
+        return AsyncOpenAI(
+            base_url=f"{self.base_url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=CALL_WAIT_S
+        )
+
+    def http(self, tenant: str = "acme") -> httpx.Client:
+        """A plain HTTP client that carries the tenant's key."""
+        headers = {"authorization": f"Bearer {self.keys[tenant]}"}
+        return httpx.Client(base_url=self.base_url, headers=headers, timeout=CALL_WAIT_S, trust_env=False)
+
+    def command(self, *arguments: str, check: bool = True, text: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs `headrace` with these arguments against this stack."""
+        argv = [sys.executable, "-m", "cli.main", *arguments]
+        return self.run(argv, check=check, text=text)
+
+    def run(self, argv: list[str], *, check: bool = True, text: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Runs any program in this stack's environment."""
+        env = {**os.environ, **self.env}
+        done = subprocess.run(
+            argv, cwd=ROOT, env=env, input=text, capture_output=True, text=True, timeout=COMMAND_WAIT_S, check=False
+        )
+        assert not check or done.returncode == 0, f"{argv[3:]} ended with {done.returncode}: {done.stderr}"
+        return done
+
+    def history(self, request_id: str) -> list[Read]:
+        """Everything that the log holds of a request."""
+        return self.thread.run(history(self.kafka, request_id))
+
+    def timeline(self, request_id: str) -> Timeline:
+        """A request's timeline as of now; at least one record."""
+        return build(request_id, self.history(request_id))
+
+    def ended(self, request_id: str, wait_s: float = CALL_WAIT_S) -> Timeline:
+        """A request's timeline, once its ending is on `lifecycle`."""
+
+        def look() -> Timeline | None:
+            records = self.history(request_id)
+            names = {r.name for r in records if r.topic == "lifecycle"}
+            return (
+                build(request_id, records)
+                if names & {"InferenceCompleted", "InferenceFailed", "InferenceRejected"}
+                else None
+            )
+
+        found: Timeline = self.until(look, wait_s)
+        return found
+
+    def events(self, request_id: str, name: str, topic: str | None = None) -> list[Read]:
+        """A request's events of one kind, in order."""
+        return [r for r in self.history(request_id) if r.name == name and topic in (None, r.topic)]
+
+
+def script(**directions: Any) -> str:
+    """A user message that directs the scripted engine's answer."""
+    return json.dumps(directions)
