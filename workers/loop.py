@@ -249,8 +249,10 @@ class WorkerLoop:
             return
         if outcome in (Stop.LOST.value, Stop.RELEASED.value):
             self._forget(work)
-        else:
-            self._finish(work)
+            return
+        if outcome == Reason.POISONED.value:
+            await dead_letter(self._producer, work.record, outcome, Reason.POISONED.text, PROCESS)
+        self._finish(work)
 
     async def _bury(self, work: Work, error: HeadraceError) -> None:
         """Puts a record aside that can't be answered at all: its `tokens` partition doesn't exist, or takes no such record."""

@@ -87,6 +87,7 @@ class Lane:
         self.kafka = kafka
         self.producer = producer
         self.version = version
+        self.last_worker_id = ""
         self._decoder = EventDecoder(kafka)
         self._positions: dict[Any, int] = {}
         self._reads: dict[str, Read] = {}
@@ -159,6 +160,7 @@ class Lane:
     async def worker(self, **overrides: Any) -> AsyncIterator[asyncio.Event]:
         """A worker in this process, until the block ends; yields its stop event."""
         stop, settings = asyncio.Event(), self.settings(**overrides)
+        self.last_worker_id = settings.worker_id
         task = asyncio.create_task(run(settings, self.version.model, self.version.version, stop))
         waiting = asyncio.create_task(self.until_ready(settings.worker_id))
         await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,161 @@
+"""A worker dies, drains or is joined by another in mid-answer: each request still gets one whole answer and one ending."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.settings import KafkaSettings
+from schemas.events import GenerationReleased, GenerationTakenOver, InferenceCompleted, InferenceFailed, Reply, Sampling
+from schemas.topics import TOKENS
+from tests.workers.lane import Lane, Read, open_lane
+
+SLOW: dict[str, Any] = {"tokens": ["Wasser ", "läuft ", "🙂 "], "repeat": 40, "token_ms": 50}
+SLOW_TEXT = "Wasser läuft 🙂 " * 40
+
+
+@contextmanager
+def process(lane: Lane, tmp_path: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker process; it is killed at the end, and its log shown if the test fails."""
+    log = tmp_path / "worker.log"
+    child = lane.spawn(log, **env)
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        print(log.read_text(errors="replace"))
+
+
+def check_whole(read: Read, text: str) -> None:
+    assert read.text == text
+    assert isinstance(read.ending, InferenceCompleted)
+    assert read.ending.usage.completion_tokens == len(text.encode()) + 1
+    assert bytes(read.ids[0][:-1]).decode() == text
+
+
+async def test_a_killed_worker_costs_a_pause_and_nothing_else(kafka: KafkaSettings, tmp_path: Path) -> None:
+    async with open_lane(kafka, slots=3) as lane:
+        with process(lane, tmp_path) as child:
+            slow = [await lane.ask(SLOW) for _ in range(3)]
+            queued = [await lane.ask(f"later {i}") for i in range(3)]
+            for rid in slow:
+                await lane.until_tokens(rid, 100)
+            os.killpg(child.pid, signal.SIGKILL)
+            async with lane.worker():
+                reads = await lane.until_closed(*slow, *queued)
+    for read in reads[:3]:
+        check_whole(read, SLOW_TEXT)
+        assert len(read.starts) == 2
+        assert read.starts[1].from_tokens[0] >= 100
+        assert read.state.failures == 1
+    assert [read.text for read in reads[3:]] == ["later 0", "later 1", "later 2"]
+
+
+async def test_finished_work_above_an_open_record_is_not_answered_twice(kafka: KafkaSettings, tmp_path: Path) -> None:
+    """One partition: the first job is slow, the others instant; the worker is killed in the middle of the first."""
+    async with open_lane(kafka) as lane:
+        with process(lane, tmp_path) as child:
+            slow = await lane.ask(SLOW)
+            quick = [await lane.ask(f"quick {i}") for i in range(30)]
+            before = await lane.until_closed(*quick)
+            totals = [len(read.counted) for read in before]
+            os.killpg(child.pid, signal.SIGKILL)
+            async with lane.worker():
+                (read,) = await lane.until_closed(slow)
+                after = [await lane.read(rid) for rid in quick]
+    check_whole(read, SLOW_TEXT)
+    assert [len(read.counted) for read in after] == totals
+    assert all(isinstance(event, GenerationTakenOver) for read in after for event in read.ignored)
+
+
+async def test_what_cannot_be_continued_exactly_ends_as_lost(kafka: KafkaSettings, tmp_path: Path) -> None:
+    async with open_lane(kafka) as lane:
+        with process(lane, tmp_path) as child:
+            rid = await lane.ask(SLOW, sampling=Sampling(max_tokens=4_000, presence_penalty=0.5))
+            await lane.until_tokens(rid, 50)
+            os.killpg(child.pid, signal.SIGKILL)
+            async with lane.worker():
+                (read,) = await lane.until_closed(rid)
+    assert isinstance(read.ending, InferenceFailed)
+    assert read.ending.reason == "worker_lost"
+    assert read.ending.totals == read.state.accepted
+    assert SLOW_TEXT.startswith(read.text)
+
+
+async def test_a_draining_worker_releases_what_it_cannot_finish(kafka: KafkaSettings, tmp_path: Path) -> None:
+    async with open_lane(kafka) as lane:
+        with process(lane, tmp_path, HEADRACE_WORKER_DRAIN_MS="300") as child:
+            rid = await lane.ask(SLOW)
+            await lane.until_tokens(rid, 50)
+            child.terminate()
+            async with lane.worker():
+                assert await asyncio.to_thread(child.wait, 20) == 0
+                (read,) = await lane.until_closed(rid)
+    check_whole(read, SLOW_TEXT)
+    assert any(isinstance(event, GenerationReleased) for event in read.counted)
+    assert read.state.failures == 0
+
+
+async def test_a_draining_worker_finishes_what_it_can(kafka: KafkaSettings, tmp_path: Path) -> None:
+    async with open_lane(kafka) as lane:
+        with process(lane, tmp_path) as child:
+            rid = await lane.ask({**SLOW, "repeat": 10})
+            await lane.until_tokens(rid, 20)
+            child.terminate()
+            (read,) = await lane.until_closed(rid)
+            assert await asyncio.to_thread(child.wait, 20) == 0
+    check_whole(read, SLOW_TEXT[: len(SLOW_TEXT) // 4])
+    assert not any(isinstance(event, GenerationReleased) for event in read.counted)
+
+
+async def test_a_rebalance_disturbs_no_answer(kafka: KafkaSettings) -> None:
+    """A second worker joins and leaves while answers run on all partitions."""
+    async with open_lane(kafka, partitions=4, slots=8) as lane, lane.worker():
+        rids = [await lane.ask(SLOW, partition=i % 4) for i in range(8)]
+        for rid in rids:
+            await lane.until_tokens(rid, 20)
+        async with lane.worker():
+            await asyncio.sleep(0.5)
+            more = [await lane.ask(f"more {i}", partition=i % 4) for i in range(8)]
+            await lane.until_closed(*more)
+        reads = await lane.until_closed(*rids)
+    for read in reads:
+        check_whole(read, SLOW_TEXT)
+        assert read.state.failures == 0
+
+
+async def test_a_poisonous_request_is_contained(kafka: KafkaSettings, tmp_path: Path) -> None:
+    async with open_lane(kafka) as lane:
+        rid = await lane.ask({"tokens": ["a"], "raise": "exit"})
+        for number in range(3):
+            with process(lane, tmp_path, HEADRACE_WORKER_WORKER_ID=f"{lane.version.model}-{number}") as child:
+                assert await asyncio.to_thread(child.wait, 60) == 3
+        async with lane.worker():
+            (read,) = await lane.until_closed(rid)
+            good = await lane.ask("good")
+            (after,) = await lane.until_closed(good)
+    assert isinstance(read.ending, InferenceFailed)
+    assert read.ending.reason == "poisoned"
+    assert after.text == "good"
+
+
+@pytest.mark.parametrize("encoding", ["avro", "json"])
+async def test_a_direct_producers_stream_is_taken_over_too(kafka: KafkaSettings, tmp_path: Path, encoding: str) -> None:
+    async with open_lane(kafka) as lane:
+        with process(lane, tmp_path) as child:
+            rid = await lane.ask(SLOW, reply=Reply(TOKENS, 3, encoding))
+            await lane.until_tokens(rid, 50)
+            os.killpg(child.pid, signal.SIGKILL)
+            async with lane.worker():
+                (read,) = await lane.until_closed(rid)
+    check_whole(read, SLOW_TEXT)
