@@ -12,6 +12,7 @@ from bridge.door import new_request_id
 from bridge.errors import from_validation
 from bridge.openai_models import ChatRequest
 from bridge.rendering import Json, Rendering, finish_reason, finite
+from decisions.validation import LOGPROBS_MAX
 from schemas.errors import HeadraceError
 from schemas.events import Alternative, InferenceRequested, Message, TokenLogprob
 from schemas.reasons import Reason
@@ -54,6 +55,9 @@ class ChatCall:
 
     def _logprobs(self) -> int | None:
         body = self._body
+        if not 0 <= (body.top_logprobs or 0) <= LOGPROBS_MAX:
+            text = f"top_logprobs must be between 0 and {LOGPROBS_MAX}"
+            raise HeadraceError(Reason.INVALID_REQUEST, text, param="top_logprobs")
         if body.logprobs:
             return body.top_logprobs or 0
         if body.top_logprobs:

@@ -72,7 +72,7 @@ def encode(event: Event) -> bytes:
     out = io.BytesIO()
     out.write(t.header)
     try:
-        fastavro.schemaless_writer(out, t.parsed, t.to_dict(event))
+        fastavro.schemaless_writer(out, t.parsed, t.to_dict(event), disable_tuple_notation=True)
     except (ValueError, TypeError, OverflowError) as error:
         raise HeadraceError(
             Reason.INVALID_REQUEST, f"{type(event).__name__} can't be written: {_where(t, event, error)}"

@@ -170,3 +170,8 @@ def test_json_that_is_none_is_undecodable(text: str) -> None:
 def test_what_does_not_fit_is_named_before_it_is_written(event: Event, name: str) -> None:
     with pytest.raises(HeadraceError, match=name.replace("[", r"\[").replace("]", r"\]")):
         encode(event)
+
+
+def test_an_optional_list_of_two_is_no_name_and_value() -> None:
+    event = InferenceRequested("r", "m", prompt_token_ids=(104, 105))
+    assert Codec().decode(encode(event)) == event

@@ -1,0 +1,92 @@
+"""Bodies: their size, and text that is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from bridge.body import parse_object
+from schemas.errors import HeadraceError
+from schemas.topics import INLINE_MAX_BYTES
+from tests.bridge.conftest import MODEL, RunningBridge
+from tests.bridge.test_openai_chat import script
+
+CHAT = "/v1/chat/completions"
+
+
+def sized(size: int) -> bytes:
+    """A chat of exactly so many bytes."""
+    empty = {"model": MODEL, "messages": [{"role": "system", "content": ""}, *script(tokens=["y"])]}
+    filler = size - len(json.dumps(empty))
+    return json.dumps({**empty, "messages": [{"role": "system", "content": "x" * filler}, *script(tokens=["y"])]}).encode()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    ("size", "status"),
+    [(INLINE_MAX_BYTES - 1, 200), (INLINE_MAX_BYTES, 200), (INLINE_MAX_BYTES + 1, 413), (12 * 1024 * 1024, 413)],
+)
+async def test_a_body_is_taken_up_to_its_limit(bridge: RunningBridge, size: int, status: int, chunked: bool) -> None:
+    raw = sized(size)
+    assert len(raw) == size
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, size, 65536):
+            yield raw[start : start + 65536]
+
+    before = len(bridge.responder.seen)
+    async with bridge.client() as client:
+        response = await client.post(CHAT, content=chunks() if chunked else raw)
+        assert response.status_code == status, response.text
+        if status == 413:
+            assert response.json()["error"]["code"] == "payload_too_large"
+            assert len(bridge.responder.seen) == before
+        assert (await client.post(CHAT, content=sized(1000))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("raw", "param"),
+    [
+        (b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}', "messages[0].content"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "a\\udc00b"}]}', "messages[0].content"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "\\ud83d"}]}]}', "messages[0].content[0].text"),
+        (b'{"model": "m", "messages": [], "user": "\\ud800"}', "user"),
+        (b'{"model": "m", "stop": ["a", "\\udfff"]}', "stop[1]"),
+        (b'{"model": "m", "user": "\xff"}', "user"),
+        (b'{"model": "m", "user": "\xed\xa0\x80"}', "user"),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "\xc3"}]}', "messages[0].content"),
+    ],
+)
+async def test_what_is_no_text_is_refused_by_its_place(bridge: RunningBridge, raw: bytes, param: str) -> None:
+    before = len(bridge.responder.seen)
+    async with bridge.client() as client:
+        response = await client.post(CHAT, content=raw)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert len(bridge.responder.seen) == before
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"x", b"[]", b"null", b'{"a": NaN}', b'{"a": 1', b"[" * 100_000, b'{"a":' * 50_000, b'{"\\ud800": 1}', b"\xff\xfe"],
+)
+def test_what_is_no_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(HeadraceError) as caught:
+        parse_object(raw)
+    assert caught.value.reason.http_status == 400
+
+
+@pytest.mark.parametrize("text", ["\U0001f600", "\\ud83d\\ude00", "\x7f", "\u0000"])
+def test_text_is_taken(text: str) -> None:
+    raw = '{"a": "' + text.replace("\u0000", "\\u0000") + '"}'
+    expected: Any = json.loads(raw)
+    assert parse_object(raw.encode()) == expected
+
+
+async def test_compressed_bodies_are_refused(bridge: RunningBridge) -> None:
+    async with bridge.client() as client:
+        response = await client.post(CHAT, content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
+    assert response.status_code == 400
