@@ -1,0 +1,112 @@
+"""A caller that leaves is heard of in the log, wherever its call stands; and the next call is served."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.bridge.conftest import KEY, MODEL, TENANT, RunningBridge
+from tests.bridge.test_openai_chat import body, script
+
+
+class RawCaller:
+    """A caller whose socket can be cut."""
+
+    def __init__(self, bridge: RunningBridge) -> None:
+        self._bridge = bridge
+
+    async def __aenter__(self) -> RawCaller:
+        self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._bridge.settings.port)
+        return self
+
+    async def __aexit__(self, *_exception: object) -> None:
+        self.writer.transport.abort()
+
+    async def post(self, payload: dict[str, Any]) -> None:
+        raw = json.dumps(payload).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(raw)}\r\n\r\n"
+        self.writer.write(head.encode() + raw)
+        await self.writer.drain()
+
+
+def newest(bridge: RunningBridge, mark: str) -> str | None:
+    """The request whose script carries the mark."""
+    for request_id, seen in list(bridge.responder.seen.items()):
+        if mark in ((seen.event.messages or [None])[-1].content if seen.event.messages else ""):
+            return request_id
+    return None
+
+
+@pytest.mark.parametrize("cut", ["close", "abort"])
+@pytest.mark.parametrize(
+    ("mark", "stream", "directions"),
+    [
+        ("streaming", True, {"tokens": ["x"], "repeat": 4000, "gap_ms": 20}),
+        ("whole", False, {"tokens": ["x"], "repeat": 4000, "gap_ms": 20}),
+        ("queued", True, {"first_ms": 60_000}),
+        ("queued-whole", False, {"first_ms": 60_000}),
+        ("started", True, {"tokens": [], "hang": True}),
+    ],
+)
+async def test_a_closed_socket_cancels(bridge: RunningBridge, mark: str, stream: bool, directions: dict[str, Any], cut: str) -> None:
+    mark = f"{mark}-{cut}"
+    async with RawCaller(bridge) as caller:
+        await caller.post(body(stream=stream, messages=script(mark=mark, **directions)))
+        await bridge.until(lambda: newest(bridge, mark) is not None)
+        if mark.startswith("streaming"):
+            for _ in range(3):
+                await caller.reader.readuntil(b"\n\n")
+        if cut == "abort":
+            caller.writer.transport.abort()
+        else:
+            caller.writer.close()
+    request_id = newest(bridge, mark)
+    assert request_id is not None
+    await bridge.until(lambda: request_id in bridge.responder.cancelled)
+    assert bridge.responder.cancelled[request_id].tenant == TENANT
+    assert bridge.responder.tokens_sent.get(request_id, 0) < 1000
+    async with bridge.client() as client:
+        assert (await client.post("/v1/chat/completions", json=body(stream=False))).status_code == 200
+
+
+async def test_a_finished_call_cancels_nothing(bridge: RunningBridge) -> None:
+    async with bridge.client() as client:
+        for stream in (True, False):
+            response = await client.post("/v1/chat/completions", json=body(stream=stream))
+            assert response.status_code == 200
+            request_id = response.headers["x-request-id"]
+            await client.get("/v1/models")
+            assert request_id not in bridge.responder.cancelled
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("directions", [{"first_ms": 60_000}, {"tokens": ["a"], "hang": True}])
+async def test_a_call_ends_at_its_deadline_though_the_log_is_silent(bridge: RunningBridge, stream: bool, directions: dict[str, Any]) -> None:
+    payload = body(stream=stream, messages=script(**directions), timeout=0.3)
+    async with bridge.client() as client:
+        response = await client.post("/v1/chat/completions", json=payload)
+    request_id = response.headers["x-request-id"]
+    if stream and "tokens" in directions:
+        assert response.status_code == 200
+        assert json.loads(response.text.rstrip().rsplit("data: ", 1)[1])["error"]["code"] == "deadline_exceeded"
+    else:
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    await bridge.until(lambda: request_id in bridge.responder.cancelled)
+
+
+async def test_the_header_gives_a_deadline_too(bridge: RunningBridge) -> None:
+    async with bridge.client() as client:
+        payload = body(stream=False, messages=script(first_ms=60_000))
+        response = await client.post("/v1/chat/completions", json=payload, headers={"X-Headrace-Timeout-Ms": "200"})
+    assert response.status_code == 504
+
+
+async def test_pipelined_and_repeated_calls_on_one_connection(bridge: RunningBridge) -> None:
+    limits = httpx.Limits(max_connections=1)
+    async with bridge.client(limits=limits) as client:
+        answers = await asyncio.gather(*[client.post("/v1/chat/completions", json=body(stream=bool(i % 2))) for i in range(6)])
+    assert [answer.status_code for answer in answers] == [200] * 6
