@@ -31,8 +31,9 @@ KAFKA_VERSION = "4.4.0"
 ENDPOINT = f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}+org.slf4j:slf4j-simple:1.7.36"
 HOST = "127.0.0.1"
 HEAP_MB = 512
-START_WAIT_S = 60.0
+START_WAIT_S = 120.0  # 3 s on an idle machine
 STOP_WAIT_S = 20.0
+PAUSE_WAIT_S = 5.0
 LOG_BYTES_MAX = 16 * 1024 * 1024  # a longer log is put aside at the next start
 LOG_LINES_SHOWN = 12
 POLL_S = 0.05
@@ -164,17 +165,22 @@ class EmbeddedKafka:
         self.start()
 
     def pause(self) -> None:
-        """Freeze the JVM: connections stay open and nothing answers."""
-        self._signal(signal.SIGSTOP)
+        """Freeze the JVM: connections stay open and nothing answers. Returns when all its threads have stopped."""
+        pid = self._signal(signal.SIGSTOP)
+        limit = time.monotonic() + PAUSE_WAIT_S
+        while not _stopped(pid) and time.monotonic() < limit:
+            time.sleep(POLL_S)
 
     def resume(self) -> None:
         """Let a paused JVM go on."""
         self._signal(signal.SIGCONT)
 
-    def _signal(self, number: signal.Signals) -> None:
-        if self.pid is None:
+    def _signal(self, number: signal.Signals) -> int:
+        pid = self.pid
+        if pid is None:
             raise BrokerError("the embedded broker isn't running")
-        os.kill(self.pid, number)
+        os.kill(pid, number)
+        return pid
 
     def _check_unused(self) -> None:
         """A JVM that an earlier run left on this data would make the new one fail with less clear words."""
@@ -302,6 +308,14 @@ class EmbeddedKafka:
                     guard.stdin.write(b"-%d\n" % process.pid)
             guard.stdin.close()
             guard.wait()
+
+
+def _stopped(pid: int) -> bool:
+    """Whether every thread is stopped: each notices the signal for itself."""
+    tasks = list(Path(f"/proc/{pid}/task").glob("*/stat"))
+    if not tasks:  # not Linux
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
 
 def _last_lines(text: str) -> str:

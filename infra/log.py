@@ -168,6 +168,8 @@ class EventProducer:
             await self._meet(producer, topic)
         try:
             inner = await self._buffer(producer, topic, value, key, partition, headers)
+        except NoSuchPartition:
+            raise
         except MessageSizeTooLargeError as error:
             raise RecordTooLarge(f"a record for {topic} is too large: {error}") from error
         except (KafkaError, OSError) as error:

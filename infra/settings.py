@@ -112,9 +112,8 @@ def _bootstrap(value: str) -> str:
     """`kafka://a:1,b` or `a:1,b` as `a:1,b:9092`."""
     servers = []
     for server in value.strip().removeprefix("kafka://").rstrip("/").split(",")[:BOOTSTRAP_MAX]:
-        host, _, port = server.strip().removeprefix("kafka://").rpartition(":")
-        if not host:  # no port given
-            host, port = port, "9092"
+        address = server.strip().removeprefix("kafka://")
+        host, _, port = (address if ":" in address else f"{address}:9092").rpartition(":")
         if not host or "/" in host or "@" in host or not port.isdigit() or not 0 < int(port) < 65536:
             raise SettingsError("HEADRACE_KAFKA takes host:port or kafka://host:port, several parted by commas")
         servers.append(f"{host}:{port}")

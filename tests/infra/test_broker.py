@@ -52,30 +52,25 @@ async def read(settings: KafkaSettings, count: int) -> list[bytes]:
         await consumer.stop()
 
 
-def test_records_survive_a_restart_and_a_crash(tmp_path: Path):
-    with EmbeddedKafka(tmp_path) as broker:
-        port = broker.port
-        asyncio.run(ensure(broker.settings, [TopicSpec("kept", 1, "id")]))
-        assert asyncio.run(put(broker.settings, b"one")) == 0
+def test_records_survive_a_restart_and_a_crash(spare_broker: EmbeddedKafka):
+    broker, port = spare_broker, spare_broker.port
+    asyncio.run(ensure(broker.settings, [TopicSpec("kept", 1, "id")]))
+    assert asyncio.run(put(broker.settings, b"one")) == 0
 
-        broker.restart()
-        assert asyncio.run(put(broker.settings, b"two")) == 1
+    broker.restart()
+    assert asyncio.run(put(broker.settings, b"two")) == 1
 
-        killed = broker.pid
-        broker.kill()
-        assert broker.pid is None
-        assert killed is not None
-        assert gone(killed)
-        broker.start()
-        assert broker.port == port
-        assert asyncio.run(read(broker.settings, 2)) == [b"one", b"two"]
+    killed = broker.pid
+    broker.kill()
+    assert broker.pid is None
+    assert killed is not None
+    assert gone(killed)
+    broker.start()
+    assert broker.port == port
+    assert asyncio.run(read(broker.settings, 2)) == [b"one", b"two"]
 
-        last = broker.pid
-
-        with pytest.raises(BrokerError, match=f"already runs on .*: process {last}, port {port}"):
-            EmbeddedKafka(tmp_path).start()
-    assert last is not None
-    assert gone(last)
+    with pytest.raises(BrokerError, match=f"already runs on .*: process {broker.pid}, port {port}"):
+        EmbeddedKafka(broker.data_dir).start()
 
 
 def test_it_dies_with_an_owner_that_is_killed(tmp_path: Path):
@@ -98,19 +93,19 @@ def test_it_dies_with_an_owner_that_is_killed(tmp_path: Path):
     assert gone(pid)
 
 
-async def test_a_paused_broker_answers_nothing_until_resumed(kafka_broker: EmbeddedKafka):
-    await ensure(kafka_broker.settings, [TopicSpec("kept", 1, "id")])
-    producer = make_producer(kafka_broker.settings)
+async def test_a_paused_broker_answers_nothing_until_resumed(spare_broker: EmbeddedKafka):
+    await ensure(spare_broker.settings, [TopicSpec("kept", 1, "id")])
+    producer = make_producer(spare_broker.settings)
     await producer.start()
     try:
         await producer.send_and_wait("kept", b"before")
-        kafka_broker.pause()
+        spare_broker.pause()
         try:
             waiting = await producer.send("kept", b"while")
             done, _ = await asyncio.wait([waiting], timeout=0.5)
             assert not done
         finally:
-            kafka_broker.resume()
+            spare_broker.resume()
         assert await asyncio.wait_for(waiting, 30)
     finally:
         await producer.stop()

@@ -34,7 +34,9 @@ async def test_settings_that_differ_are_corrected_and_others_are_kept(kafka: Kaf
 
     after = TopicSpec(before.name, 2, "id", retention_ms=DAY_MS)
     [report] = await ensure(kafka, [after])
-    [settled] = await ensure(kafka, [TopicSpec(before.name, 2, "id", retention_ms=DAY_MS, config={"flush.messages": "1000"})])
+    [settled] = await ensure(
+        kafka, [TopicSpec(before.name, 2, "id", retention_ms=DAY_MS, config={"flush.messages": "1000"})]
+    )
 
     assert report.action == "corrected"
     assert f"retention.ms: {HOUR_MS} → {DAY_MS}" in report.changes

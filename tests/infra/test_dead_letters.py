@@ -1,0 +1,81 @@
+"""What can't be processed is kept raw, without its grant, with where it was and why it was refused."""
+
+from __future__ import annotations
+
+import uuid
+from types import SimpleNamespace
+
+import pytest
+
+from infra.dead_letters import CUT_VALUE_BYTES, dead_letter
+from infra.log import EventProducer
+from infra.read import read_to_end
+from infra.settings import KafkaSettings
+from infra.topics import ensure
+from schemas.codec import Codec
+from schemas.events import RecordDeadLettered
+from schemas.topics import DEAD_LETTERS, RECORD_MAX_BYTES, TopicSpec
+
+
+@pytest.fixture
+async def producer(kafka: KafkaSettings):
+    producer = EventProducer(kafka, "test")
+    await producer.start()
+    yield producer
+    await producer.stop()
+
+
+async def found(kafka: KafkaSettings, topic: str) -> list[RecordDeadLettered]:
+    codec = Codec()
+    events = [
+        codec.decode(record.value) async for record in read_to_end(kafka, DEAD_LETTERS) if record.key == topic.encode()
+    ]
+    return [event for event in events if isinstance(event, RecordDeadLettered)]
+
+
+async def test_a_real_record_is_kept_without_its_grant(kafka: KafkaSettings, producer: EventProducer):
+    topic = f"dead-{uuid.uuid4().hex[:8]}"
+    await ensure(kafka, [TopicSpec(topic, 1, "id")])
+    headers = [("grant", b"secret"), ("traceparent", b"00"), ("Grant", b"secret too")]
+    await (await producer.send_raw(topic, b"\xff\x00", b"key", 0, headers))
+    [record] = [record async for record in read_to_end(kafka, topic)]
+
+    await dead_letter(producer, record, "undecodable", "neither Avro nor JSON", "admission")
+
+    [event] = await found(kafka, topic)
+    assert event == RecordDeadLettered(
+        topic,
+        0,
+        0,
+        record.timestamp,
+        b"key",
+        b"\xff\x00",
+        {"traceparent": b"00"},
+        "undecodable",
+        "neither Avro nor JSON",
+        "admission",
+    )
+
+
+@pytest.mark.parametrize("value", [None, b"", b"\xc3\x01", b"x" * RECORD_MAX_BYTES])
+async def test_any_record_can_be_put_aside(kafka: KafkaSettings, producer: EventProducer, value: bytes | None):
+    record = SimpleNamespace(
+        topic=f"dead-{uuid.uuid4().hex[:8]}",
+        partition=3,
+        offset=7,
+        timestamp=1,
+        key=None,
+        value=value,
+        headers=(("a", None), ("\udcff", b"x" * 100_000)),
+    )
+
+    await dead_letter(producer, record, "undecodable", "an unpaired \ud800 surrogate", "admission")
+
+    [event] = await found(kafka, record.topic)
+    if value is None or len(value) < CUT_VALUE_BYTES:
+        assert event.value == value
+    else:
+        assert event.value == value[:CUT_VALUE_BYTES]
+        assert f"of {len(value)} bytes are kept" in event.message
+    assert event.message.startswith("an unpaired ? surrogate")
+    assert event.headers["a"] == b""

@@ -1,0 +1,269 @@
+"""Events reach the log once and in order; a broken producer is replaced; foreign and broken records are told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import uuid
+from typing import Any
+
+import pytest
+from aiokafka.errors import KafkaError, OutOfOrderSequenceNumber
+
+from infra import log as log_module
+from infra.broker import EmbeddedKafka
+from infra.log import EventDecoder, EventProducer, NoSuchPartition, NotDelivered, RecordTooLarge
+from infra.read import read_to_end
+from infra.settings import KafkaSettings
+from infra.topics import ensure
+from schemas.codec import Codec, decode_json, encode, encode_json, fingerprint, own_schemas
+from schemas.errors import HeadraceError, Undecodable, UnknownSchema
+from schemas.events import EVENT_TYPES, InferenceCancelled, SchemaPublished
+from schemas.topics import RECORD_MAX_BYTES, SCHEMAS, TopicSpec
+
+
+@pytest.fixture
+async def topic(kafka: KafkaSettings, topic_of) -> str:
+    return str(await topic_of(kafka))
+
+
+@pytest.fixture
+async def producer(kafka: KafkaSettings):
+    producer = EventProducer(kafka, "test")
+    await producer.start()
+    yield producer
+    await producer.stop()
+
+
+async def values(settings: KafkaSettings, topic: str) -> list[bytes | None]:
+    return [record.value async for record in read_to_end(settings, topic)]
+
+
+async def test_events_arrive_in_order_with_key_and_headers(kafka: KafkaSettings, producer: EventProducer, topic: str):
+    events = [InferenceCancelled(f"r{number}", "t") for number in range(500)]
+    futures = [
+        await producer.send(topic, event, key="k", partition=1, headers=[("traceparent", b"x")]) for event in events
+    ]
+    placed = await asyncio.gather(*futures)
+
+    records = [record async for record in read_to_end(kafka, topic)]
+    codec = Codec()
+    assert [codec.decode(record.value) for record in records] == events
+    assert {(record.partition, record.key, record.headers) for record in records} == {
+        (1, b"k", (("traceparent", b"x"),))
+    }
+    assert [place.offset for place in placed] == list(range(500))
+    assert placed[0].timestamp == records[0].timestamp
+    assert producer.outstanding == 0
+
+
+async def test_json_and_raw_records_and_tombstones(kafka: KafkaSettings, producer: EventProducer, topic: str):
+    event = InferenceCancelled("r", "t")
+    await producer.send_and_wait(topic, event, partition=0, encoding="json")
+    await (await producer.send_raw(topic, None, b"gone", 0))
+
+    first, second = await values(kafka, topic)
+    assert first is not None
+    assert decode_json(first) == event
+    assert second is None
+    with pytest.raises(HeadraceError):
+        await producer.send_raw(topic, None)
+
+
+async def test_its_schemas_are_in_the_log_once(kafka: KafkaSettings, producer: EventProducer):
+    again = EventProducer(kafka, "another")
+    await again.start()
+    await again.stop()
+
+    published = [decode_json(value) for value in await values(kafka, SCHEMAS) if value is not None]
+    names = [event.name for event in published if isinstance(event, SchemaPublished)]
+    own = [event for event in published if isinstance(event, SchemaPublished) and event.name in own_schemas()]
+    assert {event.name for event in own} >= {cls.__name__ for cls in EVENT_TYPES}
+    assert len({event.fingerprint for event in own}) == len(own)
+    assert names
+
+
+async def test_missing_topics_and_partitions_are_refused(producer: EventProducer, topic: str, monkeypatch):
+    monkeypatch.setattr(log_module, "TOPIC_WAIT_S", 0.3)
+    event = InferenceCancelled("r", "t")
+    with pytest.raises(NoSuchPartition, match="the topic no-such-topic doesn't exist"):
+        await producer.send("no-such-topic", event)
+    with pytest.raises(NoSuchPartition, match="has no partition 7"):
+        await producer.send(topic, event, partition=7)
+    assert await producer.send_and_wait(topic, event, partition=1)
+
+
+async def test_a_topic_that_grew_is_noticed(kafka: KafkaSettings, producer: EventProducer, topic: str):
+    event = InferenceCancelled("r", "t")
+    await producer.send_and_wait(topic, event, partition=1)
+    await ensure(kafka, [TopicSpec(topic, 4, "id")], grow=True)
+    assert (await producer.send_and_wait(topic, event, partition=3)).partition == 3
+
+
+async def test_the_largest_record_passes_and_one_byte_more_does_not(producer: EventProducer, topic: str):
+    size = RECORD_MAX_BYTES
+    future = None
+    while future is None:
+        with contextlib.suppress(RecordTooLarge):
+            future = await producer.send_raw(topic, b"x" * size, None, 0)
+            break
+        size -= 1
+    assert size > RECORD_MAX_BYTES - 200
+    assert (await future).offset == 0
+    with pytest.raises(RecordTooLarge) as caught:
+        await producer.send_raw(topic, b"x" * (size + 1), None, 0)
+    assert not caught.value.retriable
+    assert (await (await producer.send_raw(topic, b"next", None, 0))).offset == 1
+
+
+async def test_a_broken_producer_fails_what_was_on_its_way_and_is_replaced(
+    kafka: KafkaSettings, producer: EventProducer, topic: str
+):
+    await (await producer.send_raw(topic, b"before", None, 0))
+    broken = producer._producer
+    assert broken is not None
+    # The next batch of partition 0 claims a place in the sequence that the broker doesn't expect.
+    broken._txn_manager._sequence_numbers[(topic, 0)] = 1000  # a named tuple equals the plain one
+    bad = await producer.send_raw(topic, b"lost", None, 0)
+
+    with pytest.raises(NotDelivered) as caught:
+        await bad
+
+    assert caught.value.retriable
+    assert isinstance(caught.value, KafkaError)
+    assert (await (await producer.send_raw(topic, b"after", None, 0))).offset == 1
+    assert producer._producer is not broken
+    assert producer.failure is None
+    assert await values(kafka, topic) == [b"before", b"after"]
+
+
+async def test_records_of_other_partitions_fail_with_it(producer: EventProducer, topic: str):
+    inner: list[asyncio.Future[object]] = []
+
+    class Stuck:
+        """Takes records and confirms none."""
+
+        _closed = False
+
+        def __init__(self) -> None:
+            real = producer._producer
+            assert real is not None
+            self.client, self._sender, self._real = real.client, real._sender, real
+
+        async def send(self, *_args, **_kwargs) -> asyncio.Future[object]:
+            inner.append(asyncio.get_running_loop().create_future())
+            return inner[-1]
+
+        async def partitions_for(self, _topic: str) -> set[int]:
+            return {0, 1}
+
+    await (await producer.send_raw(topic, b"met", None, 0))
+    real = producer._producer
+    producer._producer = Stuck()
+    first = await producer.send_raw(topic, b"a", None, 0)
+    second = await producer.send_raw(topic, b"b", None, 1)
+    inner[0].set_exception(OutOfOrderSequenceNumber())
+    for future in (first, second):
+        with pytest.raises(NotDelivered):
+            await future
+    assert real is not None
+    await producer.send_and_wait(topic, InferenceCancelled("r", "t"))
+    inner[1].cancel()
+    await real.stop()
+    assert producer.outstanding == 0
+
+
+async def test_a_stopped_producer_says_so(kafka: KafkaSettings, topic: str):
+    producer = EventProducer(kafka, "test")
+    assert producer.failure
+    await producer.start()
+    last = await producer.send(topic, InferenceCancelled("r", "t"))
+    await producer.stop()
+    assert (await last).offset >= 0  # what was buffered is flushed
+    with pytest.raises(NotDelivered, match="closed"):
+        await producer.send(topic, InferenceCancelled("r", "t"))
+    await producer.stop()
+
+
+async def test_a_cluster_that_is_not_there_is_a_retriable_error():
+    with pytest.raises(NotDelivered, match=r"127\.0\.0\.1:1"):
+        await EventProducer(KafkaSettings("127.0.0.1:1"), "test").start()
+
+
+async def test_stopping_does_not_wait_for_a_dead_broker(spare_broker: EmbeddedKafka, topic_of, monkeypatch):
+    monkeypatch.setattr(log_module, "FLUSH_WAIT_S", 0.5)
+    topic = await topic_of(spare_broker.settings)
+    producer = EventProducer(spare_broker.settings, "test")
+    await producer.start()
+    await (await producer.send_raw(topic, b"1"))
+    spare_broker.kill()
+    left = await producer.send_raw(topic, b"2")
+    await asyncio.wait_for(producer.stop(), 30)
+    with pytest.raises(NotDelivered, match="closed"):
+        await left
+
+
+async def test_a_broker_that_comes_back_gets_what_was_sent_meanwhile(spare_broker: EmbeddedKafka, topic_of):
+    settings = spare_broker.settings
+    topic = await topic_of(settings)
+    producer = EventProducer(settings, "test")
+    await producer.start()
+    first = await (await producer.send_raw(topic, b"1", None, 0))
+    await asyncio.to_thread(spare_broker.kill)
+    waiting = await producer.send_raw(topic, b"2", None, 0)
+    await asyncio.to_thread(spare_broker.start)
+    assert (await asyncio.wait_for(waiting, 60)).offset == first.offset + 1
+    await producer.stop()
+    assert await values(settings, topic) == [b"1", b"2"]
+
+
+def foreign_schema() -> tuple[dict[str, Any], bytes]:
+    """What a newer writer's InferenceCancelled may look like: one field more, with a random name."""
+    schema = json.loads(json.dumps(own_schemas()["InferenceCancelled"]))
+    schema["fields"].append({"name": f"x{uuid.uuid4().hex[:8]}", "type": "int", "default": 0})
+    value = encode(InferenceCancelled("r", "t"))
+    return schema, b"\xc3\x01" + bytes.fromhex(fingerprint(schema)) + value[10:] + b"\x02"
+
+
+async def test_a_newer_writers_schema_is_found_in_the_log(kafka: KafkaSettings, producer: EventProducer):
+    decoder = EventDecoder(kafka)
+    schema, value = foreign_schema()
+    with pytest.raises(UnknownSchema):
+        await EventDecoder(kafka).decode(value)
+
+    mark = fingerprint(schema)
+    event = SchemaPublished(mark, "InferenceCancelled", json.dumps(schema))
+    await producer.send_and_wait(SCHEMAS, event, key=mark)
+
+    assert await decoder.decode(value) == InferenceCancelled("r", "t")
+    assert decoder.codec.decode(value) == InferenceCancelled("r", "t")
+
+
+async def test_an_unknown_schema_is_looked_for_again_after_a_while(
+    kafka: KafkaSettings, producer: EventProducer, monkeypatch
+):
+    decoder = EventDecoder(kafka)
+    schema, value = foreign_schema()
+    with pytest.raises(UnknownSchema):
+        await decoder.decode(value)
+    mark = fingerprint(schema)
+    await producer.send_and_wait(SCHEMAS, SchemaPublished(mark, "InferenceCancelled", json.dumps(schema)), key=mark)
+    with pytest.raises(UnknownSchema):
+        await decoder.decode(value)
+    decoder._unknown[mark] = 0.0
+    assert await decoder.decode(value) == InferenceCancelled("r", "t")
+
+
+@pytest.mark.parametrize(
+    "junk", [None, b"", b"\xff\x00", b"{", b"{}", b"\xc3\x01", encode(InferenceCancelled("r", "t"))[:-1]]
+)
+async def test_junk_is_undecodable_without_a_look_up(junk: bytes | None):
+    with pytest.raises(Undecodable):
+        await EventDecoder(KafkaSettings("127.0.0.1:1")).decode(junk)
+
+
+async def test_own_events_need_no_look_up():
+    decoder = EventDecoder(KafkaSettings("127.0.0.1:1"))
+    event = InferenceCancelled("r", "t")
+    assert await decoder.decode(encode(event)) == await decoder.decode(encode_json(event)) == event

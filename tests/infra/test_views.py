@@ -1,0 +1,206 @@
+"""Views catch up, follow, survive bad records and an outage; directories answer from them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from functools import partial
+
+import pytest
+from aiokafka import ConsumerRecord
+
+from infra.broker import EmbeddedKafka
+from infra.directory import ModelDirectory, TenantDirectory, WorkerDirectory
+from infra.log import EventProducer
+from infra.settings import KafkaSettings
+from infra.views import View
+from schemas.errors import HeadraceError
+from schemas.events import (
+    ApiKey,
+    Event,
+    InferenceCancelled,
+    ModelPromoted,
+    ModelVersionRegistered,
+    TenantChanged,
+    WorkerReported,
+)
+from schemas.topics import REGISTRY, TENANTS, WORKERS
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+async def topic(kafka: KafkaSettings, topic_of) -> str:
+    return str(await topic_of(kafka, compacted=True))
+
+
+@pytest.fixture
+async def producer(kafka: KafkaSettings):
+    producer = EventProducer(kafka, "test")
+    await producer.start()
+    yield producer
+    await producer.stop()
+
+
+class Seen:
+    """Collects what a view applies."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self.removed: list[str] = []
+
+    def apply(self, event: Event, _record: ConsumerRecord) -> None:
+        assert isinstance(event, InferenceCancelled)
+        if event.request_id == "bug":
+            raise KeyError(event.request_id)
+        self.ids.append(event.request_id)
+
+
+def cancelled(name: str) -> InferenceCancelled:
+    return InferenceCancelled(name, "t")
+
+
+async def test_a_view_catches_up_then_follows(kafka: KafkaSettings, producer: EventProducer, topic: str):
+    for number in range(20):
+        await producer.send_and_wait(topic, cancelled(f"r{number}"), key=f"r{number}", partition=number % 2)
+    seen = Seen()
+    view = View(kafka, topic, seen.apply, seen.removed.append)
+
+    await view.start()
+    caught_up = set(seen.ids)
+    await producer.send_and_wait(topic, cancelled("later"), key="k", partition=0)
+    await (await producer.send_raw(topic, None, b"k", 0))
+
+    assert caught_up == {f"r{number}" for number in range(20)}
+    assert await view.until(lambda: seen.removed == ["k"], WAIT_S)
+    assert seen.ids[-1] == "later"
+    assert not await view.until(lambda: False, 0.05)
+    await view.stop()
+    await view.stop()
+
+
+async def test_an_empty_topic_is_caught_up_at_once(kafka: KafkaSettings, topic: str):
+    view = View(kafka, topic, Seen().apply)
+    await view.start()
+    await view.stop()
+
+
+async def test_bad_records_are_counted_and_passed_over(kafka: KafkaSettings, producer: EventProducer, topic: str):
+    unknown_schema = b"\xc3\x01" + b"\x01" * 12
+    for junk in (b"\xff\x00", b"{", unknown_schema, b""):
+        await (await producer.send_raw(topic, junk, b"k", 0))
+    await producer.send_and_wait(topic, cancelled("bug"), key="k", partition=0)
+    await (await producer.send_raw(topic, None, b"\xff", 0))
+    await producer.send_and_wait(topic, cancelled("good"), key="k", partition=0)
+    seen = Seen()
+    view = View(kafka, topic, seen.apply, seen.removed.append)
+
+    await view.start()
+    await view.stop()
+
+    assert seen.ids == ["good"]
+    assert view.bad_records == 6
+    assert view.failure is None
+
+
+async def test_a_missing_topic_is_named(kafka: KafkaSettings):
+    with pytest.raises(HeadraceError, match="the topic nowhere doesn't exist"):
+        await View(kafka, "nowhere", Seen().apply).start()
+
+
+async def test_a_view_outlives_its_broker(spare_broker: EmbeddedKafka, topic_of):
+    settings = spare_broker.settings
+    topic = await topic_of(settings)
+    producer = EventProducer(settings, "test")
+    await producer.start()
+    await producer.send_and_wait(topic, cancelled("before"), key="k")
+    seen = Seen()
+    view = View(settings, topic, seen.apply)
+    await view.start()
+
+    await asyncio.to_thread(spare_broker.kill)
+    await asyncio.to_thread(spare_broker.start)
+    await asyncio.wait_for(producer.send_and_wait(topic, cancelled("after"), key="k"), 60)
+
+    assert await view.until(lambda: "after" in seen.ids, 60)
+    assert seen.ids == ["before", "after"]
+    await view.stop()
+    await producer.stop()
+
+
+def tenant(name: str, *keys: ApiKey) -> TenantChanged:
+    return TenantChanged(name, "salt", keys, 1)
+
+
+async def test_tenants_by_name_and_key_and_a_revocation(kafka: KafkaSettings, producer: EventProducer):
+    name, sha = uuid.uuid4().hex, uuid.uuid4().hex
+    key, other = ApiKey("k1", sha, ("interactive",), 1), ApiKey("k2", sha + "x", ("batch",), 1)
+    heard: list[TenantChanged] = []
+    await producer.send_and_wait(TENANTS, tenant(name, key, other), key=name)
+    directory = TenantDirectory(kafka, heard.append)
+    await directory.start()
+
+    assert directory.tenant(name) == tenant(name, key, other)
+    assert directory.by_key_hash(sha) == (tenant(name, key, other), key)
+    assert directory.by_key_hash("none") is None
+
+    revoked = ApiKey("k1", sha, ("interactive",), 1, revoked_ms=2)
+    await producer.send_and_wait(TENANTS, tenant(name, revoked), key=name)
+    assert await directory.until(lambda: tenant(name, revoked) in heard, WAIT_S)
+    assert directory.by_key_hash(sha) == (tenant(name, revoked), revoked)
+    assert directory.by_key_hash(sha + "x") is None  # the key that is no longer listed
+
+    await (await producer.send_raw(TENANTS, None, name.encode()))
+    assert await directory.until(lambda: directory.tenant(name) is None, WAIT_S)
+    assert directory.by_key_hash(sha) is None
+    assert name not in {item.tenant for item in directory.all()}
+    await directory.stop()
+
+
+def promoted(directory: ModelDirectory, version: ModelVersionRegistered) -> bool:
+    return directory.resolve(version.model) == version
+
+
+async def test_a_models_name_stands_for_the_version_promoted_last(kafka: KafkaSettings, producer: EventProducer):
+    model = uuid.uuid4().hex
+    versions = [ModelVersionRegistered(model, str(number), "scripted", "", 10) for number in (1, 2)]
+    directory = ModelDirectory(kafka)
+    await directory.start()
+    for version in versions:
+        await producer.send_and_wait(REGISTRY, version, key=model)
+    assert await directory.until(lambda: len(directory.versions(model)) == 2, WAIT_S)
+    assert directory.resolve(model) is None
+    assert model not in {item.model for item in directory.all()}
+
+    for stable in (versions[1], versions[0]):
+        await producer.send_and_wait(REGISTRY, ModelPromoted(model, stable.version), key=model)
+        assert await directory.until(partial(promoted, directory, stable), WAIT_S)
+    assert directory.versions(model) == versions
+    assert directory.version(model, "2") == versions[1]
+    assert versions[0] in directory.all()
+    assert directory.resolve("nobody's") is None
+    await directory.stop()
+
+
+def report(worker_id: str, model: str, state: str = "ready", running: int = 0) -> WorkerReported:
+    return WorkerReported(worker_id, model, "1", state, (), 8, running, 0)
+
+
+async def test_workers_by_their_last_report(kafka: KafkaSettings, producer: EventProducer):
+    model, one, two = uuid.uuid4().hex, uuid.uuid4().hex, uuid.uuid4().hex
+    for item in (report(one, model), report(two, model), report(one, model, running=3)):
+        placed = await producer.send_and_wait(WORKERS, item, key=item.worker_id)
+    directory = WorkerDirectory(kafka)
+    await directory.start()
+
+    seen = directory.worker(one)
+    assert seen is not None
+    assert (seen.report.running, seen.seen_ms) == (3, placed.timestamp)
+    assert [item.report.worker_id for item in directory.serving(model, "1")] == sorted([one, two])
+    assert directory.serving(model, "1", since_ms=placed.timestamp + 1) == []
+    assert directory.serving(model, "2") == []
+
+    await producer.send_and_wait(WORKERS, report(one, model, "stopped"), key=one)
+    await (await producer.send_raw(WORKERS, None, two.encode()))
+    assert await directory.until(lambda: not directory.serving(model, "1"), WAIT_S)
+    await directory.stop()
