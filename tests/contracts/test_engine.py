@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from schemas.events import Sampling
 from text.tokenizer import Tokenizer, load_tokenizer
@@ -61,7 +62,7 @@ def vllm(folder: Path) -> tuple[Engine, Tokenizer]:
     return VllmEngine(EngineConfig("m", str(folder), CONTEXT, SLOTS, args)), load_tokenizer(str(folder))
 
 
-@pytest.fixture(scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.model)])
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.model)])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     if request.param == "vllm":
         pytest.importorskip("vllm")

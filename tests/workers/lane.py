@@ -88,6 +88,7 @@ class Lane:
         self.producer = producer
         self.version = version
         self.last_worker_id = ""
+        self.started: list[str] = []
         self._decoder = EventDecoder(kafka)
         self._positions: dict[Any, int] = {}
         self._reads: dict[str, Read] = {}
@@ -121,6 +122,8 @@ class Lane:
             except Undecodable:
                 continue
             read = self._reads.setdefault(event.request_id, Read())  # type: ignore[union-attr]
+            if isinstance(event, GenerationStarted):
+                self.started.append(event.request_id)
             read.headers.append(dict(record.headers))
             read.apply(event)
 
