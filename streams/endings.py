@@ -41,6 +41,10 @@ WRITES_MAX = 4_096
 REVOKE_WAIT_S = 5.0
 METADATA_AGE_MS = 2_000
 """How soon a new tenant's topic is found."""
+FETCH_WAIT_MS = 50
+"""Callers read `tokens` themselves and nobody waits for an ending here, so chunks are fetched many at once, this late at most;"""
+FETCH_BYTES_MIN = 256 * 1024
+"""or as soon as there are so many bytes. A fetch for each chunk costs as much as all else that is done for it."""
 CONTENT_BYTES_TOTAL_MAX = 512 * 1024 * 1024
 """Answers held in memory over all partitions; beyond it the oldest are let go and end as too large."""
 
@@ -247,6 +251,8 @@ async def run(settings: EndingsSettings, stop: asyncio.Event) -> None:
         session_timeout_ms=settings.session_timeout_ms,
         heartbeat_interval_ms=settings.session_timeout_ms // 5,
         metadata_max_age_ms=METADATA_AGE_MS,
+        fetch_max_wait_ms=FETCH_WAIT_MS,
+        fetch_min_bytes=FETCH_BYTES_MIN,
     )
     endings = Endings(settings, consumer, producer, decoder)
     ops = OpsServer(settings.ops_port, lambda: None if endings.assigned else "no partitions of tokens are assigned yet")
