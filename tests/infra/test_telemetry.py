@@ -1,0 +1,327 @@
+"""Logs hold no secret, health answers say what is true, and a process ends with a true exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jwt
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra import metrics, ports
+from infra.redact import MASK, redact_text, redact_value
+from infra.telemetry import OpsServer, configure_logging
+
+ROOT = Path(__file__).parents[2]
+API_KEY = "hr-" + "k3yK3y_-" * 5
+GRANT = jwt.encode({"tenant": "acme"}, "s" * 32, algorithm="HS256")
+
+
+@pytest.fixture
+def logged(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
+    """Gives what loggers configured in the test have written to standard error."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield lambda: capsys.readouterr().err
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+# --- logs ---
+
+
+def test_a_line_is_one_json_object_off_a_terminal(logged: Callable[[], str]) -> None:
+    configure_logging("bridge")
+    structlog.get_logger("bridge").info("listening", port=8080)
+    logging.getLogger("some.library").warning("odd: %s", "thing", extra={"partition": 3})
+
+    own, library = (json.loads(line) for line in logged().splitlines())
+
+    assert own["event"] == "listening"
+    assert own["port"] == 8080
+    assert own["process"] == library["process"] == "bridge"
+    assert own["level"] == "info"
+    assert library["event"] == "odd: thing"
+    assert library["partition"] == 3
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"grant": "x-secret"},
+        {"authorization": "x-secret"},
+        {"api_key": "x-secret"},
+        {"apiKey": "x-secret"},
+        {"kafka_password": b"x-secret"},
+        {"grant_secret": b"x-secret"},
+        {"token": "x-secret"},
+        {"access_token": "x-secret"},
+        {"headers": [("traceparent", b"00-1"), ("grant", b"x-secret")]},
+        {"headers": {"Authorization": "x-secret"}},
+        {"deep": {"a": [{"b": {"api-key": "x-secret"}}]}},
+        {"note": f"called with {API_KEY}"},
+        {"note": [f"{API_KEY}"]},
+        {"note": f"grant {GRANT} refused"},
+        {"note": GRANT.encode()},
+        {"note": "Authorization: Bearer abcdef"},
+        {"url": "redis://user:hunter2@host/0"},
+        {"problem": ValueError(f"bad key {API_KEY}")},
+    ],
+)
+def test_no_secret_reaches_a_log(logged: Callable[[], str], as_json: bool, fields: dict[str, Any]) -> None:
+    configure_logging("bridge", json=as_json)
+    structlog.get_logger("bridge").warning("refused", **fields)
+
+    text = logged()
+    assert "redacted" in text
+    for secret in ("x-secret", API_KEY, GRANT, "abcdef", "hunter2"):
+        assert secret not in text
+
+
+def test_no_secret_reaches_a_log_by_a_traceback_or_a_library(logged: Callable[[], str]) -> None:
+    configure_logging("bridge", json=True)
+    try:
+        raise RuntimeError(f"upstream said {GRANT}")
+    except RuntimeError:
+        structlog.get_logger("bridge").exception("crashed")
+        logging.getLogger("library").exception("crashed with %s", API_KEY)
+
+    text = logged()
+    assert "RuntimeError" in text
+    assert GRANT not in text
+    assert API_KEY not in text
+
+
+def test_what_only_looks_secret_by_name_is_kept() -> None:
+    kept = {
+        "tokens": [1, 2],
+        "from_token": 3,
+        "token_ids": [5],
+        "max_tokens": 7,
+        "secrets_dir": "x",
+        "reply": "tokens.acme",
+    }
+    assert redact_value(kept) == kept
+
+
+@pytest.mark.parametrize(
+    "text", ["three-hr-window", "hr-1", "chr-aaaaaaaaaaaa", "eyJ", "http://host:80/path@x", "10:30"]
+)
+def test_ordinary_text_is_kept(text: str) -> None:
+    assert redact_text(text) == text
+
+
+@given(
+    st.recursive(
+        st.text() | st.binary() | st.integers() | st.none(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_redaction_takes_any_value_and_yields_what_json_can_hold(value: Any) -> None:
+    json.dumps(redact_value({"value": value, "note": API_KEY}))
+
+
+def test_values_nested_without_end_are_cut_off() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    assert MASK in json.dumps(redact_value(loop))
+
+
+# --- health and metrics ---
+
+
+async def _get(port: int, path: str) -> httpx.Response:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return await client.get(f"http://127.0.0.1:{port}{path}")
+
+
+async def test_readiness_follows_the_process() -> None:
+    port = ports.free_port()
+    objection: list[str | None] = ["catching up: 12 records behind"]
+    async with OpsServer(port, ready=lambda: objection[0]):
+        refused = await _get(port, "/readyz")
+        objection[0] = None
+        ready = await _get(port, "/readyz")
+
+    assert (refused.status_code, refused.text) == (503, "catching up: 12 records behind\n")
+    assert (ready.status_code, ready.text) == (200, "ok\n")
+
+
+async def test_a_check_that_raises_is_not_ready() -> None:
+    def broken() -> str | None:
+        raise RuntimeError(API_KEY)
+
+    port = ports.free_port()
+    async with OpsServer(port, ready=broken):
+        answer = await _get(port, "/readyz")
+
+    assert answer.status_code == 503
+    assert "RuntimeError" in answer.text
+    assert API_KEY not in answer.text
+
+
+async def test_liveness_is_the_event_loops_heartbeat() -> None:
+    port = ports.free_port()
+    server = OpsServer(port, ready=lambda: None)
+    async with server:
+        alive = await _get(port, "/livez")
+        server._beat_s -= 60
+        hung = server.not_live()
+
+    assert alive.status_code == 200
+    assert hung is not None
+    assert "heartbeat is 59." in hung
+
+
+async def test_a_loop_that_hangs_answers_no_liveness_check() -> None:
+    port = ports.free_port()
+    async with OpsServer(port, ready=lambda: None):
+        checks = [asyncio.create_task(asyncio.to_thread(_check, port)) for _ in range(2)]
+        await asyncio.sleep(0)
+        time.sleep(1.0)  # noqa: ASYNC251 - the fault itself
+        hung = await asyncio.gather(*checks)
+        after = await asyncio.to_thread(_check, port)
+
+    assert hung == ["timeout", "timeout"]
+    assert after == "200"
+
+
+def _check(port: int) -> str:
+    try:
+        return str(httpx.get(f"http://127.0.0.1:{port}/livez", timeout=0.3, trust_env=False).status_code)
+    except httpx.TimeoutException:
+        return "timeout"
+
+
+async def test_liveness_hears_the_processs_own_objection() -> None:
+    port = ports.free_port()
+    async with OpsServer(port, ready=lambda: None, live=lambda: "the engine died"):
+        answer = await _get(port, "/livez")
+    assert (answer.status_code, answer.text) == (503, "the engine died\n")
+
+
+async def test_metrics_are_served_under_their_promised_names() -> None:
+    metrics.TTFT_SECONDS.labels("m", "1", "interactive").observe(0.02)
+    metrics.REQUESTS.labels("m", "1", "interactive", "completed").inc()
+    metrics.DEAD_LETTERS.labels("requests.batch", "undecodable").inc()
+    port = ports.free_port()
+    async with OpsServer(port, ready=lambda: None):
+        text = (await _get(port, "/metrics")).text
+
+    assert 'headrace_ttft_seconds_bucket{le="0.02",model="m",tier="interactive",version="1"} 1.0' in text
+    assert 'headrace_requests_total{model="m",outcome="completed",tier="interactive",version="1"}' in text
+    assert 'headrace_dead_letters_total{reason="undecodable",topic="requests.batch"}' in text
+    for name in (
+        "itl_seconds",
+        "queue_seconds",
+        "model_seconds",
+        "tokens_total",
+        "slots",
+        "slots_used",
+        "records_total",
+    ):
+        assert f"# TYPE headrace_{name} " in text
+
+
+async def test_a_port_in_use_names_its_holder() -> None:
+    port = ports.free_port()
+    async with OpsServer(port, ready=lambda: None):
+        with pytest.raises(ports.PortInUse, match=rf"port {port} .*in use by .*pid \d+"):
+            await OpsServer(port, ready=lambda: None).start()
+
+
+async def test_a_server_can_be_stopped_twice_and_started_without_a_port() -> None:
+    server = OpsServer(0, ready=lambda: None)
+    await server.start()
+    await server.stop()
+    await server.stop()
+
+
+# --- the frame of a process ---
+
+PROGRAM = """
+import asyncio
+from infra import process
+from schemas.errors import HeadraceError
+from schemas.reasons import Reason
+process.STOP_GRACE_S = 0.5
+process.CANCEL_GRACE_S = 0.5
+
+async def orderly(stop):
+    print("up", flush=True)
+    await stop.wait()
+    print("down", flush=True)
+
+async def refused(stop):
+    raise HeadraceError(Reason.UNAVAILABLE, "the log can't be reached")
+
+async def crash(stop):
+    raise ValueError("a bug")
+
+async def deaf(stop):
+    print("up", flush=True)
+    await asyncio.sleep(60)
+
+async def stubborn(stop):
+    print("up", flush=True)
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+
+process.run({name}, "sample")
+print("returned", flush=True)
+"""
+
+
+def _start(name: str) -> subprocess.Popen[str]:
+    code = PROGRAM.replace("{name}", name)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_a_process_in_order(number: signal.Signals) -> None:
+    with _start("orderly") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=20)
+    assert out == "down\nreturned\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("name", "words"), [("refused", "the log can't be reached"), ("crash", "ValueError: a bug")])
+def test_a_crash_is_logged_and_exits_1(name: str, words: str) -> None:
+    with _start(name) as process:
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert words in err
+    assert ("Traceback" in err) is (name == "crash")
+
+
+@pytest.mark.parametrize("name", ["deaf", "stubborn"])
+def test_a_process_that_does_not_stop_is_stopped(name: str) -> None:
+    with _start(name) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "did not stop in time" in err
