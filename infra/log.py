@@ -163,7 +163,9 @@ class EventProducer:
         """`send` for bytes. No value is a tombstone, which needs a key."""
         if value is None and key is None:
             raise HeadraceError(Reason.INVALID_REQUEST, "a record needs a value or a key")
-        producer = await self._usable()
+        producer = self._producer
+        if producer is None or not self._ready.is_set():
+            producer = await self._usable()
         if topic not in self._topics:
             await self._meet(producer, topic)
         try:
@@ -209,12 +211,14 @@ class EventProducer:
         partition: int | None,
         headers: Headers,
     ) -> asyncio.Future[RecordMetadata]:
-        known = producer.client.cluster.partitions_for_topic(topic) or ()
-        if partition is not None and partition not in known:
+        inner: asyncio.Future[RecordMetadata]
+        try:
+            inner = await producer.send(topic, value, key, partition, headers=list(headers))
+        except AssertionError:  # aiokafka's way to say that it doesn't know the partition
             await producer.client.force_metadata_update()  # the topic may have grown
             if partition not in (producer.client.cluster.partitions_for_topic(topic) or ()):
-                raise NoSuchPartition(f"the topic {topic} has no partition {partition}")
-        inner: asyncio.Future[RecordMetadata] = await producer.send(topic, value, key, partition, headers=list(headers))
+                raise NoSuchPartition(f"the topic {topic} has no partition {partition}") from None
+            inner = await producer.send(topic, value, key, partition, headers=list(headers))
         return inner
 
     def _settle(

@@ -40,7 +40,8 @@ class _Type:
     def __init__(self, cls: type[Event]) -> None:
         self.cls = cls
         self.schema = cast(Schema, schema_of(cls))
-        self.parsed = fastavro.parse_schema(cast(Any, self.schema), {}, _write_hint=False)
+        # with fastavro's mark in it (`_write_hint`), or it would be parsed again for each record
+        self.parsed = fastavro.parse_schema(cast(Any, self.schema), {})
         self.fingerprint = fingerprint(self.schema)
         self.header = MARKER + bytes.fromhex(self.fingerprint)
         self.to_dict = writer(cls)
@@ -157,7 +158,7 @@ class Codec:
             t = _BY_NAME[schema["name"]]
             if schema.get("namespace") != NAMESPACE:
                 raise ValueError("foreign namespace")
-            parsed = fastavro.parse_schema(schema, {}, _write_hint=False)
+            parsed = fastavro.parse_schema(schema, {})
         except (
             ValueError,
             KeyError,
