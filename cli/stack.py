@@ -223,6 +223,8 @@ class Stack:
         _kill_new(self._foreign)
         if self._threads:
             await asyncio.wait(self._threads, timeout=THREADS_WAIT_S)
+            for task in self._threads:  # what they failed of no longer matters
+                _ = task.done() and not task.cancelled() and task.exception()
         if broker is not None:  # it may have come up only now
             await in_thread(broker.stop, "stop-kafka")
 

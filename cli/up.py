@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -54,6 +55,7 @@ def up(models_file: Path | None, demo: bool, once: bool, host: str, port: int, k
     from infra.telemetry import configure_logging
 
     configure_logging("up", json=False, level="warning")
+    logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # what it can't do reaches us as errors
     options = StackOptions(
         data_dir=data_dir(),
         models=load(models_file) if models_file else default_models(),
