@@ -8,6 +8,7 @@ from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.helpers import create_ssl_context
 
+from infra.foreign_names import pass_over_foreign_names
 from infra.settings import KafkaSettings
 from schemas.topics import RECORD_MAX_BYTES
 
@@ -16,6 +17,8 @@ METADATA_AGE_MS = 30_000
 PATTERN_METADATA_AGE_MS = 2_000  # a topic that matches a pattern is found this soon
 SESSION_TIMEOUT_MS = 10_000
 HEARTBEAT_INTERVAL_MS = 2_000
+
+pass_over_foreign_names()
 
 
 def connection(settings: KafkaSettings) -> dict[str, Any]:
