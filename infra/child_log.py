@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 
@@ -59,6 +61,31 @@ class ChildLog:
                 with contextlib.suppress(Exception):  # A console that fails must not stop the child's output.
                     self._on_line(self._name, text)
         return file
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPipe:
+    """A pipe for what a child prints. Its end isn't the child's own end, for what the child started may hold it open.
+
+    Attributes:
+        reader: what was printed.
+        write_end: the file descriptor for the child; close it here once the child has it.
+        transport: closes the reading end.
+    """
+
+    reader: asyncio.StreamReader
+    write_end: int
+    transport: asyncio.BaseTransport
+
+    @staticmethod
+    async def open() -> OutputPipe:
+        """A new pipe, read in this event loop."""
+        read_end, write_end = os.pipe()
+        reader = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", buffering=0)
+        )
+        return OutputPipe(reader, write_end, transport)
 
 
 def _split(data: bytes) -> tuple[list[bytes], bytes]:

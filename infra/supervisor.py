@@ -24,7 +24,7 @@ import httpx
 import structlog
 
 from infra import launch, ports
-from infra.child_log import ChildLog, OnLine
+from infra.child_log import ChildLog, OnLine, OutputPipe
 from infra.up_file import ProcessId, UpFile
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
@@ -38,6 +38,8 @@ START_CRASHES_MAX = 3
 STABLE_S = 60.0
 """A child that has run this long has its crashes forgotten."""
 STOP_GRACE_S = 15.0
+OUTPUT_WAIT_S = 2.0
+"""How long the rest of an ended child's output is read; a process that left its group may hold the pipe for longer."""
 READY_POLL_S = 0.1
 READY_HTTP_TIMEOUT_S = 2.0
 _LAUNCHER = (sys.executable, "-I", "-S", str(Path(launch.__file__).resolve()))
@@ -103,6 +105,7 @@ class _Child:
         self.log = child_log
         self.state = ChildState.STOPPED
         self.process: asyncio.subprocess.Process | None = None
+        self.output: OutputPipe | None = None
         self.started_at_s = 0.0
         self.restarts = 0
         self.crashes_in_a_row = 0
@@ -255,6 +258,7 @@ class Supervisor:
 
     async def _spawn(self, child: _Child) -> None:
         spec = child.spec
+        pipe = await OutputPipe.open()
         try:
             child.process = await asyncio.create_subprocess_exec(
                 *_LAUNCHER,
@@ -262,14 +266,18 @@ class Supervisor:
                 str(os.getpid()),
                 *spec.argv,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=pipe.write_end,
                 stderr=asyncio.subprocess.STDOUT,
                 env={"PYTHONUNBUFFERED": "1", **os.environ, **spec.env},
                 start_new_session=True,
             )
         except OSError as error:
             child.state = ChildState.FAILED
+            pipe.transport.close()
             raise ChildFailed(f"{spec.name} can't be started: {error.strerror}") from error
+        finally:
+            os.close(pipe.write_end)
+        child.output = pipe
         child.state = ChildState.RUNNING
         child.started_at_s = time.monotonic()
         await self._guarded("+", child.process.pid)
@@ -310,12 +318,15 @@ class Supervisor:
 
     async def _see_out(self, child: _Child) -> None:
         """Waits for the end of a child's process; what it started ends with it."""
-        process = child.process
-        assert process is not None and process.stdout is not None
-        reader = asyncio.create_task(child.log.follow(process.stdout, process.pid))
+        process, output = child.process, child.output
+        assert process is not None and output is not None
+        reading = asyncio.create_task(child.log.follow(output.reader, process.pid))
         child.exit_status = await process.wait()
         _signal_group(process.pid, signal.SIGKILL)
-        await asyncio.gather(reader, return_exceptions=True)
+        await asyncio.wait({reading}, timeout=OUTPUT_WAIT_S)
+        output.transport.close()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
         await self._guarded("-", process.pid)
         child.state = ChildState.WAITING
         self._write_state()
