@@ -1,0 +1,75 @@
+"""Clients get the settings they were given, commit only when told, and see topics that come later."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+from infra.kafka import connection, make_consumer, make_producer, partitions_of
+from infra.settings import KafkaSettings
+from infra.topics import ensure
+from schemas.topics import TopicSpec
+
+WAIT_S = 30.0
+
+
+def test_the_way_to_the_cluster():
+    assert connection(KafkaSettings("a:1")) == {"bootstrap_servers": "a:1", "security_protocol": "PLAINTEXT"}
+    signed_in = connection(KafkaSettings("a:1", "SASL_SSL", "SCRAM-SHA-256", "u", "p"))
+    assert signed_in["ssl_context"].check_hostname
+    del signed_in["ssl_context"]
+    assert signed_in == {
+        "bootstrap_servers": "a:1",
+        "security_protocol": "SASL_SSL",
+        "sasl_mechanism": "SCRAM-SHA-256",
+        "sasl_plain_username": "u",
+        "sasl_plain_password": "p",
+    }
+
+
+async def test_a_pattern_finds_topics_that_come_later(kafka: KafkaSettings):
+    prefix = f"pattern-{uuid.uuid4().hex[:8]}"
+    await ensure(kafka, [TopicSpec(f"{prefix}.one", 1, "id")])
+    consumer = make_consumer(kafka, group=prefix, pattern=rf"^{prefix}\..+$")
+    producer = make_producer(kafka)
+    await consumer.start()
+    await producer.start()
+    try:
+        await producer.send_and_wait(f"{prefix}.one", b"1")
+        assert (await asyncio.wait_for(consumer.getone(), WAIT_S)).value == b"1"
+        await ensure(kafka, [TopicSpec(f"{prefix}.two", 1, "id")])
+        await producer.send_and_wait(f"{prefix}.two", b"2")
+        seen = {(await asyncio.wait_for(consumer.getone(), WAIT_S)).topic for _ in range(2)}  # nothing was committed
+        assert seen == {f"{prefix}.one", f"{prefix}.two"}
+    finally:
+        await producer.stop()
+        await consumer.stop()
+
+
+async def test_only_what_was_committed_is_not_read_again(kafka: KafkaSettings, topic_of):
+    topic = await topic_of(kafka)
+    producer = make_producer(kafka)
+    await producer.start()
+    for value in (b"1", b"2"):
+        await producer.send_and_wait(topic, value, partition=0)
+    await producer.stop()
+
+    for commit, expected in ((False, b"1"), (True, b"1"), (False, b"2")):
+        consumer = make_consumer(kafka, topic, group=topic)
+        await consumer.start()
+        record = await asyncio.wait_for(consumer.getone(), WAIT_S)
+        assert record.value == expected
+        if commit:
+            await consumer.commit()
+        await consumer.stop()
+
+
+async def test_partitions_of_a_topic_not_subscribed_to(kafka: KafkaSettings, topic_of):
+    topic = await topic_of(kafka)
+    consumer = make_consumer(kafka)
+    await consumer.start()
+    try:
+        assert await partitions_of(consumer, topic) == [0, 1]
+        assert await partitions_of(consumer, "nowhere") == []
+    finally:
+        await consumer.stop()
