@@ -1,0 +1,261 @@
+"""A tenant, a model and agents on a real broker, for tests: writes requests and stream events, reads what they cause."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiokafka import ConsumerRecord, TopicPartition
+
+from infra.grants import Grant, mint
+from infra.kafka import make_consumer
+from infra.log import EventDecoder, EventProducer
+from infra.ports import free_port
+from infra.read import partitions_of
+from infra.settings import KafkaSettings
+from infra.topics import ensure
+from schemas.errors import Undecodable
+from schemas.events import (
+    ApiKey,
+    Event,
+    InferenceRequested,
+    ModelPromoted,
+    ModelVersionRegistered,
+    Reply,
+    TenantChanged,
+)
+from schemas.ids import request_id
+from schemas.topics import (
+    ANSWERS,
+    CONTROL,
+    DEAD_LETTERS,
+    GRANT_HEADER,
+    LIFECYCLE,
+    REGISTRY,
+    TENANTS,
+    TOKENS,
+    model_topics,
+    requests_topic,
+    tenant_topic,
+    work_topic,
+)
+
+ROOT = Path(__file__).parents[2]
+SECRET = "a secret for tests, long enough for it"
+WAIT_S = 40.0
+CONTEXT = 200
+E = TypeVar("E")
+
+
+def now_ms() -> int:
+    return int(time.time() * 1000)
+
+
+def new_id() -> str:
+    return request_id(now_ms(), secrets.token_bytes(10))
+
+
+@dataclass
+class Site:
+    """One tenant and one model of the byte tokenizer, with topics of their own."""
+
+    kafka: KafkaSettings
+    producer: EventProducer
+    tenant: str = field(default_factory=lambda: f"t{secrets.token_hex(4)}")
+    model: str = field(default_factory=lambda: f"m{secrets.token_hex(4)}")
+    seen: dict[str, list[tuple[ConsumerRecord, Event | None]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._decoder = EventDecoder(self.kafka)
+
+    @property
+    def work(self) -> str:
+        return work_topic(self.model, "v1", "interactive")
+
+    async def start(self) -> None:
+        specs = model_topics(self.model, "v1", ("interactive",), 2, 60_000)
+        await ensure(self.kafka, [*specs, tenant_topic(self.tenant)])
+        version = ModelVersionRegistered(self.model, "v1", "scripted", "", CONTEXT, tokenizer="bytes", partitions=2)
+        key = ApiKey("k1", "0" * 64, ("interactive",), now_ms())
+        for topic, event, name in (
+            (TENANTS, TenantChanged(self.tenant, "salt", (key,), now_ms()), self.tenant),
+            (REGISTRY, version, self.model),
+            (REGISTRY, ModelPromoted(self.model, "v1"), self.model),
+        ):
+            await self.producer.send_and_wait(topic, event, key=name)
+        topics = [self.work, LIFECYCLE, TOKENS, ANSWERS, CONTROL, DEAD_LETTERS, f"tokens.{self.tenant}"]
+        await self._follow(topics)
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def grant(
+        self,
+        reply: Reply | None = None,
+        *,
+        secret: str = SECRET,
+        tiers: tuple[str, ...] = ("interactive",),
+        valid_ms: int = 600_000,
+    ) -> str:
+        return mint(secret.encode(), Grant(self.tenant, "k1", tiers, reply or Reply(TOKENS, 3), now_ms() + valid_ms))
+
+    async def send(
+        self,
+        event: Event | bytes | None,
+        *,
+        grant: str | None = "",
+        key: str | None = "",
+        partition: int | None = None,
+        headers: tuple[tuple[str, bytes], ...] = (),
+        encoding: str = "avro",
+    ) -> ConsumerRecord:
+        """Put a record on `requests.interactive`, by default with a good grant and the tenant's key."""
+        token = self.grant() if grant == "" else grant
+        found = [*headers, *([(GRANT_HEADER, token.encode())] if token else [])]
+        name = self.tenant if key == "" else key
+        topic = requests_topic("interactive")
+        if isinstance(event, bytes | None):
+            return await (
+                await self.producer.send_raw(topic, event, None if name is None else name.encode(), partition, found)
+            )
+        return await self.producer.send_and_wait(
+            topic, event, key=name, partition=partition, headers=found, encoding=encoding
+        )
+
+    async def ask(self, prompt: str = "hello", rid: str | None = None, **how: Any) -> str:
+        sent = how.pop("send", {})
+        request = InferenceRequested(rid or new_id(), how.pop("model", self.model), prompt=prompt, **how)
+        await self.send(request, **sent)
+        return request.request_id
+
+    async def tokens(self, *events: Event, topic: str = TOKENS, partition: int = 3) -> None:
+        """Put a worker's, timer's or cancel's events on a `tokens` partition."""
+        for event in events:
+            await self.producer.send_and_wait(topic, event, partition=partition)
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    async def _follow(self, topics: list[str]) -> None:
+        """Read these topics from their present ends."""
+        self._consumer = make_consumer(self.kafka)
+        await self._consumer.start()
+        found = {topic: await partitions_of(self._consumer, topic) for topic in topics}
+        self._consumer.assign([TopicPartition(topic, number) for topic in topics for number in found[topic]])
+        await self._consumer.seek_to_end()
+        for partition in self._consumer.assignment():
+            await self._consumer.position(partition)
+
+    async def stop(self) -> None:
+        await self._consumer.stop()
+
+    async def _pull(self, timeout_ms: int) -> None:
+        for records in (await self._consumer.getmany(timeout_ms=timeout_ms)).values():
+            for record in records:
+                kept = self.seen.setdefault(record.topic, [])
+                try:
+                    kept.append((record, await self._decoder.decode(record.value)))
+                except Undecodable:
+                    kept.append((record, None))
+
+    async def all(self, topic: str, kind: type[E], matches: Callable[[E], bool] = lambda _: True) -> list[E]:
+        """The events of one kind that the topic got since the site's start, up to now."""
+        ends = await self._consumer.end_offsets(self._consumer.assignment())
+        while any([await self._consumer.position(partition) < end for partition, end in ends.items()]):
+            await self._pull(200)
+        return self._matching(topic, kind, matches)
+
+    def _matching(self, topic: str, kind: type[E], matches: Callable[[E], bool]) -> list[E]:
+        return [event for _, event in self.seen.get(topic, ()) if isinstance(event, kind) and matches(event)]
+
+    async def one(self, topic: str, kind: type[E], matches: Callable[[E], bool]) -> E:
+        """Wait for an event."""
+        async with asyncio.timeout(WAIT_S):
+            while not (found := self._matching(topic, kind, matches)):
+                await self._pull(500)
+        return found[0]
+
+    async def of(self, topic: str, kind: type[E], rid: str) -> E:
+        """Wait for a request's event."""
+        return await self.one(topic, kind, lambda event: getattr(event, "request_id", None) == rid)
+
+    def record_of(self, topic: str, event: object) -> ConsumerRecord:
+        return next(record for record, found in self.seen[topic] if found is event)
+
+
+@contextlib.asynccontextmanager
+async def open_site(kafka: KafkaSettings) -> AsyncIterator[Site]:
+    producer = EventProducer(kafka, "test")
+    await producer.start()
+    try:
+        site = Site(kafka, producer)
+        try:
+            await site.start()
+            yield site
+        finally:
+            await site.stop()
+    finally:
+        await producer.stop()
+
+
+class Agent:
+    """An agent's process."""
+
+    def __init__(self, name: str, kafka: KafkaSettings, folder: Path, **env: str) -> None:
+        self.name = name
+        self._folder = folder
+        self._env = {
+            **os.environ,
+            **kafka.to_env(),
+            "HEADRACE_DATA": str(folder),
+            "HEADRACE_GRANT_SECRET": SECRET,
+            "PYTHONPATH": str(ROOT),
+            **env,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log = folder / f"{name}.log"
+
+    def start(self) -> None:
+        port = free_port()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests/streams/agent_process.py"), self.name],
+                env={**self._env, "HEADRACE_OPS_PORT": str(port)}, cwd=ROOT, stdout=log, stderr=log,
+            )  # fmt: skip
+        limit = time.monotonic() + WAIT_S
+        while not _ready(port):
+            assert self._process.poll() is None, self.log.read_text()
+            assert time.monotonic() < limit, self.log.read_text()
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> int:
+        """Stop it in an orderly way; its exit status."""
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            return self._process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+
+
+def _ready(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
