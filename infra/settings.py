@@ -245,12 +245,12 @@ class WorkerSettings(ProcessSettings):
     tiers: tuple[str, ...] = (INTERACTIVE, BATCH)
     worker_id: str = field(default_factory=_process_id)
     slots: int = 0  # 0: what the model's configuration says
-    window_records: int = 64
+    window_records: int = 64  # the same for all workers of a version: it bounds what a former owner may have started
     window_bytes: int = 64 * 1024 * 1024
     report_interval_ms: int = 1_000
     commit_interval_ms: int = 200
     session_timeout_ms: int = 10_000
-    drain_ms: int = 30_000
+    drain_ms: int = 10_000
     start_up_max_ms: int = 600_000
     chunk_linger_ms: int = 0
     poison_attempts_max: int = 3

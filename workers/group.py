@@ -99,7 +99,11 @@ class Group:
 
     async def fetch(self) -> list[tuple[Held, ConsumerRecord[bytes, bytes]]]:
         """New records, taken into their windows; empty after `FETCH_WAIT_MS` without any."""
-        await self._open_fresh()
+        try:
+            await self._open_fresh()
+        except (CommitFailedError, IllegalStateError):  # the assignment changed under this call
+            await asyncio.sleep(FETCH_WAIT_MS / 1000)
+            return []
         rooms = {tp: room for tp, held in self.held.items() if (room := self._room_of(held)) > 0}
         if not rooms:
             self._room.clear()
@@ -146,9 +150,12 @@ class Group:
         firsts = await self._consumer.beginning_offsets(list(fresh))
         for tp in fresh:
             committed = await self._consumer.committed(tp)
+            start = max(committed or 0, firsts[tp])
+            if committed is None:
+                # A group without offsets is soon forgotten, and its generations would begin anew while its attempts still count.
+                await self._consumer.commit({tp: start})
             if generation != self.generation:
                 return
-            start = max(committed or 0, firsts[tp])
             fence_below = start + self._records if generation > FIRST_GENERATION else start
             self._consumer.seek(tp, start)
             self.held[tp] = Held(tp, generation, Window.at(start), fence_below)

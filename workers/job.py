@@ -88,6 +88,11 @@ class Job:
             if self._task is not None:
                 self._task.cancel()
 
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt that it writes."""
+        return self._answer.attempt
+
     def _stopped_by(self) -> Stop | None:
         return self._stopped
 

@@ -14,32 +14,31 @@ from collections.abc import Coroutine
 from typing import Any
 
 import structlog
-from aiokafka import ConsumerRecord
 
 from decisions.takeover import Action
-from decisions.window import Waiting, choose, expired, window_records
+from decisions.window import choose, expired, window_records
 from infra import metrics
-from infra.dead_letters import dead_letter
 from infra.log import EventDecoder, EventProducer
 from infra.settings import WorkerSettings
 from infra.tracing import child
-from schemas.errors import HeadraceError, Undecodable
-from schemas.events import Attempt, InferenceFailed, InferenceScheduled, ModelVersionRegistered, PartitionReport
+from schemas.errors import HeadraceError
+from schemas.events import Attempt, GenerationReleased, InferenceFailed, ModelVersionRegistered, PartitionReport
 from schemas.reasons import Reason
-from schemas.topics import GRANT_HEADER, work_topic
+from schemas.topics import work_topic
 from text.tokenizer import Tokenizer
 from workers.control import Control
-from workers.engines.port import Engine, EngineDead
+from workers.engines.port import Engine, EngineDead, EngineStats
 from workers.group import Group, Held
+from workers.intake import Intake
 from workers.job import Job, Stop, Tools
 from workers.report import DRAINING, READY, STOPPED, Load, Reporter
+from workers.retry import persist
 from workers.slots import Slots
 from workers.takeover import TakeOver
-from workers.work import RequestKey, Work, fresh_plan
+from workers.work import RequestKey, Work, fresh_plan, tell_and_wait
 
 log = structlog.get_logger("worker")
 
-PROCESS = "worker"
 COUNTER_BITS = 32
 COUNTER_SALT_BITS = 20
 LEAVE_WAIT_S = 5.0
@@ -68,7 +67,6 @@ class WorkerLoop:
         self._engine = engine
         self._producer = producer
         self._reporter = reporter
-        self._decoder = EventDecoder(settings.kafka)
         self._slots = Slots(settings.slots or version.slots, self._fill)
         self._tools = Tools(
             engine, producer, tokenizer, self._slots, settings.worker_id, settings.chunk_linger_ms, reporter.rate.count
@@ -78,7 +76,11 @@ class WorkerLoop:
         topics = [work_topic(version.model, version.version, tier) for tier in tiers]
         self._group = Group(settings, group_id(version.model, version.version), topics, records, self)
         self._control = Control(settings.kafka, self._cancel)
-        self._takeover = TakeOver(settings, producer, self._decoder)
+        decoder = EventDecoder(settings.kafka)
+        self._takeover = TakeOver(settings, producer, decoder)
+        self._intake = Intake(
+            version, producer, decoder, lambda key: key in self._works or self._control.is_cancelled(key)
+        )
         self._works: dict[RequestKey, Work] = {}
         self._waiting: list[Work] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +88,6 @@ class WorkerLoop:
         self._failed = asyncio.Event()
         self._failure: BaseException | None = None
         self._draining = False
-        self._taken = 0
         # Attempts of one generation must differ between workers too: a record may be in the log twice.
         self._counter = random.getrandbits(COUNTER_SALT_BITS) << COUNTER_BITS
         self._committed_s = 0.0
@@ -143,8 +144,9 @@ class WorkerLoop:
         while True:
             suspects = []
             for held, record in await self._group.fetch():
-                work = await self._open(held, record)
+                work = await self._intake.open(held, record)
                 if work is None:
+                    self._group.finish(held, record.offset)
                     continue
                 self._works[work.key] = work
                 if work.suspect:
@@ -168,31 +170,13 @@ class WorkerLoop:
 
     # --- taking ------------------------------------------------------------------------------------------------------
 
-    async def _open(self, held: Held, record: ConsumerRecord[bytes, bytes]) -> Work | None:
-        """The work in a record; None if there is nothing to do, and then the record is finished."""
-        try:
-            event = await self._decoder.decode(record.value)
-            if not isinstance(event, InferenceScheduled):
-                raise Undecodable(f"{type(event).__name__} is no work")
-            if (event.model, event.version) != (self._version.model, self._version.version):
-                raise Undecodable(f"it is for {event.model} {event.version}")
-        except Undecodable as error:
-            await dead_letter(self._producer, record, error.reason.value, error.message, PROCESS)
-            self._group.finish(held, record.offset)
-            return None
-        self._taken += 1
-        headers = tuple((name, value) for name, value in record.headers if name != GRANT_HEADER)
-        work = Work(held, record, event, headers, Waiting(event.tier, event.tenant, event.deadline_ms, self._taken))
-        # Held already: its record is in the log twice, and the other one sees it through.
-        if work.key in self._works or self._control.is_cancelled(work.key):
-            self._group.finish(held, record.offset)
-            return None
-        return work
-
     async def _take_over(self, works: list[Work]) -> None:
-        for work in works:
-            work.attempt = self._next_attempt(work.held)
-        for work, error in await self._takeover.take_over(works):
+        async def fence() -> list[tuple[Work, HeadraceError]]:
+            for work in works:
+                work.attempt = self._next_attempt(work.held)
+            return await self._takeover.take_over(works)
+
+        for work, error in await persist(fence):
             await self._bury(work, error)
         for work in works:
             if self._works.get(work.key) is not work:
@@ -241,23 +225,35 @@ class WorkerLoop:
         try:
             outcome = await job.run(max(0.0, _now_ms() - work.timestamp_ms))
         except EngineDead:
-            raise
+            if not self._draining:
+                raise
+            await job.pause()  # whoever told this process to end told the engine's too
+            self._forget(work)
+            return
         except HeadraceError as error:
             if error.retriable:
-                raise
-            await self._bury(work, error)
+                await self._recover(work, job)
+            else:
+                await self._bury(work, error)
             return
         if outcome in (Stop.LOST.value, Stop.RELEASED.value):
             self._forget(work)
             return
         if outcome == Reason.POISONED.value:
-            await dead_letter(self._producer, work.record, outcome, Reason.POISONED.text, PROCESS)
+            await self._intake.put_aside(work.record, outcome, Reason.POISONED.text)
         self._finish(work)
 
+    async def _recover(self, work: Work, job: Job) -> None:
+        """A send failed, so nobody knows what the stream holds: gives the attempt up and takes the request over from itself."""
+        if self._works.get(work.key) is not work:
+            return
+        work.job, work.plan, work.attempt = None, None, None
+        released = GenerationReleased(work.scheduled.request_id, job.attempt, self._settings.worker_id)
+        await persist(lambda: tell_and_wait(self._producer, work, released))
+        await self._take_over([work])
+
     async def _bury(self, work: Work, error: HeadraceError) -> None:
-        """Puts a record aside that can't be answered at all: its `tokens` partition doesn't exist, or takes no such record."""
-        log.error("a request can't be answered", request_id=work.scheduled.request_id, message=error.message)
-        await dead_letter(self._producer, work.record, error.reason.value, error.message, PROCESS)
+        await self._intake.bury(work, error)
         self._finish(work)
 
     def _finish(self, work: Work) -> None:
@@ -281,19 +277,9 @@ class WorkerLoop:
             message,
             if_not_started=True,
         )
-        reply = asked.reply
         try:
-            await self._producer.send_and_wait(
-                reply.topic,
-                failed,
-                key=asked.request_id,
-                partition=reply.partition,
-                headers=child(work.headers),
-                encoding=reply.encoding,
-            )
+            await persist(lambda: tell_and_wait(self._producer, work, failed))
         except HeadraceError as error:
-            if error.retriable:
-                raise
             await self._bury(work, error)
             return
         metrics.REQUESTS.labels(asked.model, asked.version, asked.tier, reason.value).inc()
@@ -369,8 +355,7 @@ class WorkerLoop:
         await asyncio.gather(*self._tasks, *self._jobs, return_exceptions=True)
         try:
             async with asyncio.timeout(LEAVE_WAIT_S):
-                if self._failure is None:
-                    await self._group.commit()
+                await self._group.commit()
                 await self._group.stop()
                 await self._control.stop()
                 await self._takeover.stop()
@@ -383,7 +368,12 @@ class WorkerLoop:
             PartitionReport(held.tp.topic, held.tp.partition, held.window.committed, held.window.finished_above)
             for held in self._group.held.values()
         )
-        stats = self._engine.stats()
+        try:
+            stats = self._engine.stats()
+        except EngineDead:
+            if not self._draining:
+                raise
+            stats = EngineStats()
         metrics.SLOTS.labels(self._version.model, self._version.version).set(self._slots.total)
         return Load(reports, self._slots.total, self._slots.used, len(self._waiting), stats.kv_cache_use)
 

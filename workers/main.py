@@ -18,7 +18,8 @@ from schemas.reasons import Reason
 from text.tokenizer import Tokenizer, load_tokenizer
 from workers.engines.choice import make_engine, tokenizer_ref
 from workers.engines.port import Engine
-from workers.loop import PROCESS, WorkerLoop
+from workers.intake import PROCESS
+from workers.loop import WorkerLoop
 from workers.report import STARTING, Reporter
 
 log = structlog.get_logger(PROCESS)

@@ -8,9 +8,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import structlog
+
 from infra.log import EventProducer
+from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered, PartitionReport, WorkerReported
 from schemas.topics import WORKERS
+
+log = structlog.get_logger("worker")
 
 STARTING, READY, DRAINING, STOPPED = "starting", "ready", "draining", "stopped"
 RATE_SPAN_S = 10.0
@@ -82,7 +87,12 @@ class Reporter:
         """Reports until cancelled."""
         while True:
             await asyncio.sleep(self._interval_s)
-            await self.report()
+            try:
+                await self.report()
+            except HeadraceError as error:
+                if not error.retriable:
+                    raise
+                log.warning("a report was not delivered", message=error.message)
 
     async def report(self) -> None:
         """Sends one report; returns when the broker has confirmed it."""

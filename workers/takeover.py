@@ -12,16 +12,17 @@ from typing import Any
 
 import structlog
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError
 
 from decisions.stream import Input
 from decisions.takeover import Reading, decide
 from infra.kafka import make_consumer
 from infra.log import EventDecoder, EventProducer
 from infra.settings import WorkerSettings
-from infra.tracing import child
 from schemas.errors import HeadraceError, Undecodable
 from schemas.events import GenerationTakenOver, InferenceRejected, StreamEvent
-from workers.work import RequestKey, Work
+from schemas.reasons import Reason
+from workers.work import RequestKey, Work, tell
 
 log = structlog.get_logger("worker")
 
@@ -57,7 +58,10 @@ class TakeOver:
             markers, unwritable = await self._fence(works)
             refused = {id(work) for work, _ in unwritable}
             works = [work for work in works if id(work) not in refused]
-            readings = await self._read(works, markers)
+            try:
+                readings = await self._read(works, markers)
+            except KafkaError as error:
+                raise HeadraceError(Reason.UNAVAILABLE, f"the streams to take over can't be read: {error}") from error
         for work in works:
             assert work.attempt is not None
             work.plan = decide(
@@ -84,16 +88,7 @@ class TakeOver:
                 self._settings.worker_id,
             )
             try:
-                sends.append(
-                    await self._producer.send(
-                        asked.reply.topic,
-                        marker,
-                        key=asked.request_id,
-                        partition=asked.reply.partition,
-                        headers=child(work.headers),
-                        encoding=asked.reply.encoding,
-                    )
-                )
+                sends.append(await tell(self._producer, work, marker))
             except HeadraceError as error:
                 if error.retriable:
                     raise

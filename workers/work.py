@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from aiokafka import ConsumerRecord
+from aiokafka.structs import RecordMetadata
 
 from decisions.takeover import Action, Plan
 from decisions.window import Waiting
-from infra.log import Headers
-from schemas.events import Attempt, InferenceScheduled
+from infra.log import EventProducer, Headers
+from infra.tracing import child
+from schemas.events import Attempt, Event, InferenceScheduled
 from workers.group import Held
 from workers.job import Job
 
@@ -66,3 +69,21 @@ class Work:
 def fresh_plan(scheduled: InferenceScheduled) -> Plan:
     """The plan for a record that nobody can have started."""
     return Plan(Action.RUN, ((),) * scheduled.sampling.n)
+
+
+async def tell(producer: EventProducer, work: Work, event: Event) -> asyncio.Future[RecordMetadata]:
+    """Sends an event to the caller's `tokens` partition; the future resolves when the broker has confirmed it."""
+    asked = work.scheduled
+    return await producer.send(
+        asked.reply.topic,
+        event,
+        key=asked.request_id,
+        partition=asked.reply.partition,
+        headers=child(work.headers),
+        encoding=asked.reply.encoding,
+    )
+
+
+async def tell_and_wait(producer: EventProducer, work: Work, event: Event) -> RecordMetadata:
+    """`tell`, and wait for the broker's word."""
+    return await (await tell(producer, work, event))

@@ -45,7 +45,7 @@ class Bench:
 
     async def until_idle(self) -> None:
         async with asyncio.timeout(WAIT_S):
-            while self.engine.stats().running:
+            while self.engine.stats().running:  # noqa: ASYNC110  # an engine tells nobody
                 await asyncio.sleep(0.02)
 
 
@@ -62,7 +62,9 @@ def vllm(folder: Path) -> tuple[Engine, Tokenizer]:
     return VllmEngine(EngineConfig("m", str(folder), CONTEXT, SLOTS, args)), load_tokenizer(str(folder))
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.model)])
+@pytest_asyncio.fixture(
+    loop_scope="module", scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.model)]
+)
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     if request.param == "vllm":
         pytest.importorskip("vllm")

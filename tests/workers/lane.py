@@ -97,7 +97,15 @@ class Lane:
         values = {"session_timeout_ms": 6_000, "report_interval_ms": 300, **overrides}
         return WorkerSettings(kafka=self.kafka, worker_id=f"w-{secrets.token_hex(4)}", **values)
 
-    async def ask(self, prompt: str | dict[str, Any], *, partition: int = 0, tier: str = "interactive", timeout_ms: int = 60_000, **more: Any) -> str:
+    async def ask(
+        self,
+        prompt: str | dict[str, Any],
+        *,
+        partition: int = 0,
+        tier: str = "interactive",
+        timeout_ms: int = 60_000,
+        **more: Any,
+    ) -> str:
         """Schedules a request; returns its id."""
         now_ms = int(time.time() * 1000)
         text = prompt if isinstance(prompt, str) else json.dumps(prompt)
@@ -141,7 +149,7 @@ class Lane:
 
     async def until_tokens(self, rid: str, count: int) -> Read:
         async with asyncio.timeout(WAIT_S):
-            while sum((read := await self.read(rid)).state.accepted) < count:
+            while sum((read := await self.read(rid)).state.accepted) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return read
 
@@ -156,7 +164,7 @@ class Lane:
 
     async def until_ready(self, worker_id: str) -> None:
         async with asyncio.timeout(WAIT_S):
-            while not any(r.state == "ready" and r.partitions for r in await self.reports(worker_id)):
+            while not any(r.state == "ready" and r.partitions for r in await self.reports(worker_id)):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
     @asynccontextmanager
@@ -180,10 +188,19 @@ class Lane:
     def spawn(self, log: Path, **env: str) -> subprocess.Popen[bytes]:
         """A worker as a process of its own."""
         own = {"HEADRACE_WORKER_SESSION_TIMEOUT_MS": "6000", "HEADRACE_WORKER_REPORT_INTERVAL_MS": "300", **env}
-        command = [sys.executable, str(Path(__file__).with_name("worker_process.py")), self.version.model, self.version.version]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("worker_process.py")),
+            self.version.model,
+            self.version.version,
+        ]
         with log.open("ab") as out:
             return subprocess.Popen(
-                command, env={**os.environ, "PYTHONPATH": str(ROOT), **self.kafka.to_env(), **own}, stdout=out, stderr=out, start_new_session=True
+                command,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **self.kafka.to_env(), **own},
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
 
 

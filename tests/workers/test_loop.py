@@ -40,14 +40,20 @@ async def test_an_answer_is_streamed_and_ended(kafka: KafkaSettings) -> None:
 
 async def test_many_requests_over_partitions_and_tiers(kafka: KafkaSettings) -> None:
     async with open_lane(kafka, partitions=3, slots=8) as lane:
-        rids = [await lane.ask(f"question {i}", partition=i % 3, tier=("interactive", "batch")[i % 2]) for i in range(60)]
+        rids = [
+            await lane.ask(f"question {i}", partition=i % 3, tier=("interactive", "batch")[i % 2]) for i in range(60)
+        ]
         async with lane.worker():
             reads = await lane.until_closed(*rids)
-            more = [await lane.ask({"tokens": [str(i)], "repeat": 50}, partition=i % 3, max_tokens=20) for i in range(100)]
+            more = [
+                await lane.ask({"tokens": [str(i)], "repeat": 50}, partition=i % 3, max_tokens=20) for i in range(100)
+            ]
             later = await lane.until_closed(*more)
     assert [read.text for read in reads] == [f"question {i}" for i in range(60)]
     assert [read.text for read in later] == [(str(i) * 50)[:20] for i in range(100)]
-    assert {read.ending.choices[0].finish_reason for read in later if isinstance(read.ending, InferenceCompleted)} == {"length"}
+    assert {read.ending.choices[0].finish_reason for read in later if isinstance(read.ending, InferenceCompleted)} == {
+        "length"
+    }
 
 
 async def test_more_choices_than_slots(kafka: KafkaSettings) -> None:
@@ -115,7 +121,9 @@ async def test_what_is_past_its_deadline_never_runs(kafka: KafkaSettings) -> Non
 async def test_interactive_work_goes_before_batch_work(kafka: KafkaSettings) -> None:
     same = Reply(TOKENS, 0)
     async with open_lane(kafka, slots=1) as lane:
-        batch = [await lane.ask({"tokens": [f"{i}"], "first_token_ms": 30}, tier="batch", reply=same) for i in range(20)]
+        batch = [
+            await lane.ask({"tokens": [f"{i}"], "first_token_ms": 30}, tier="batch", reply=same) for i in range(20)
+        ]
         live = await lane.ask("now", reply=same)
         async with lane.worker():
             await lane.until_closed(live, *batch)
@@ -131,7 +139,9 @@ JUNK = {
     "no work": encode(InferenceCancelled("r", "t")),
     "not JSON": b"{nonsense",
     "work for another model": encode(
-        InferenceScheduled("r", "t", "other", "1", "interactive", (1,), Sampling(max_tokens=1), 0, 0, Reply(TOKENS, 0), "s")
+        InferenceScheduled(
+            "r", "t", "other", "1", "interactive", (1,), Sampling(max_tokens=1), 0, 0, Reply(TOKENS, 0), "s"
+        )
     ),
 }
 
@@ -227,7 +237,9 @@ async def test_a_worker_tells_what_it_does_and_says_goodbye(kafka: KafkaSettings
             await lane.until_closed(*rids)
             stop.set()
         reports = await lane.reports(lane.last_worker_id)
-        tombstones = [r async for r in read_to_end(kafka, WORKERS) if r.key == lane.last_worker_id.encode() and r.value is None]
+        tombstones = [
+            r async for r in read_to_end(kafka, WORKERS) if r.key == lane.last_worker_id.encode() and r.value is None
+        ]
     states = [report.state for report in reports]
     assert [states[0], states[-1]] == ["starting", "stopped"]
     assert list(dict.fromkeys(states)) == ["starting", "ready", "draining", "stopped"]

@@ -68,7 +68,12 @@ async def test_max_tokens_cuts_a_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(max_tokens=10, ignore_eos=True), Sampling(max_tokens=10, min_tokens=10), Sampling(max_tokens=10, ignore_eos=True, min_tokens=5)]
+    "sampling",
+    [
+        Sampling(max_tokens=10, ignore_eos=True),
+        Sampling(max_tokens=10, min_tokens=10),
+        Sampling(max_tokens=10, ignore_eos=True, min_tokens=5),
+    ],
 )
 @pytest.mark.parametrize("prompt", [b"abc", b"", {"tokens": []}, {"repeat": 0, "tokens": ["a"]}])
 async def test_an_answer_that_must_not_end_begins_again(prompt: Any, sampling: Sampling) -> None:
@@ -81,14 +86,18 @@ async def test_it_fails_after_its_tokens() -> None:
     engine = ScriptedEngine(EngineConfig("m", "scripted", 10_000, 4))
     seen = []
     with pytest.raises(EngineError):
-        async with aclosing(engine.generate(EngineRequest("r", tuple(b'{"tokens": ["a"], "raise": "error"}'), PLAIN))) as stream:
+        async with aclosing(
+            engine.generate(EngineRequest("r", tuple(b'{"tokens": ["a"], "raise": "error"}'), PLAIN))
+        ) as stream:
             async for chunk in stream:
-                seen.append(bytes(chunk.token_ids))
+                seen += [bytes(chunk.token_ids)]
     assert seen == [b"a"]
     assert engine.stats().running == 0
 
 
-@pytest.mark.parametrize("script", [{"tokens": 5}, {"tokens": [5]}, {"hex": ["zz"]}, {"repeat": "many"}, {"token_ms": []}])
+@pytest.mark.parametrize(
+    "script", [{"tokens": 5}, {"tokens": [5]}, {"hex": ["zz"]}, {"repeat": "many"}, {"token_ms": []}]
+)
 async def test_a_script_that_makes_no_sense_fails_alone(script: dict[str, Any]) -> None:
     with pytest.raises(EngineError):
         await made(script)

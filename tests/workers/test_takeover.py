@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,19 @@ from typing import Any
 
 import pytest
 
+from infra.broker import EmbeddedKafka
+from infra.log import EventProducer, NotDelivered
 from infra.settings import KafkaSettings
-from schemas.events import GenerationReleased, GenerationTakenOver, InferenceCompleted, InferenceFailed, Reply, Sampling
+from infra.topics import ensure_core
+from schemas.events import (
+    GenerationReleased,
+    GenerationTakenOver,
+    InferenceCompleted,
+    InferenceFailed,
+    Reply,
+    Sampling,
+    TokensGenerated,
+)
 from schemas.topics import TOKENS
 from tests.workers.lane import Lane, Read, open_lane
 
@@ -33,7 +45,7 @@ def process(lane: Lane, tmp_path: Path, **env: str) -> Iterator[subprocess.Popen
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-        print(log.read_text(errors="replace"))
+        sys.stdout.write(log.read_text(errors="replace"))
 
 
 def check_whole(read: Read, text: str) -> None:
@@ -159,3 +171,39 @@ async def test_a_direct_producers_stream_is_taken_over_too(kafka: KafkaSettings,
             async with lane.worker():
                 (read,) = await lane.until_closed(rid)
     check_whole(read, SLOW_TEXT)
+
+
+async def test_a_send_that_fails_is_taken_over_from_oneself(
+    kafka: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_lane(kafka) as lane:
+        rid = await lane.ask({**SLOW, "token_ms": 10})
+        send, sent = EventProducer.send, []
+
+        async def flaky(self: EventProducer, topic: str, event: Any, **more: Any) -> Any:
+            if isinstance(event, TokensGenerated) and event.request_id == rid:
+                sent.append(event)
+                if len(sent) == 20:
+                    raise NotDelivered("once")
+            return await send(self, topic, event, **more)
+
+        monkeypatch.setattr(EventProducer, "send", flaky)
+        async with lane.worker():
+            (read,) = await lane.until_closed(rid)
+    check_whole(read, SLOW_TEXT)
+    assert len(read.starts) == 2
+    assert read.state.failures == 0
+
+
+async def test_a_broker_that_restarts_costs_a_pause(tmp_path: Path) -> None:
+    with EmbeddedKafka(tmp_path) as broker:
+        await ensure_core(broker.settings)
+        async with open_lane(broker.settings) as lane, lane.worker():
+            rid = await lane.ask({**SLOW, "repeat": 80})
+            await lane.until_tokens(rid, 50)
+            await asyncio.to_thread(broker.kill)
+            await asyncio.to_thread(broker.start)
+            (read,) = await lane.until_closed(rid)
+            (after,) = await lane.until_closed(await lane.ask("after"))
+    check_whole(read, SLOW_TEXT * 2)
+    assert after.text == "after"
