@@ -32,7 +32,7 @@ check:  ## Lint, types, import rules and schema compatibility: what CI runs befo
 	@$(RUN) $(DEV) -- ruff format --check .
 	@$(RUN) $(DEV) -- mypy
 	@$(RUN) $(DEV) -- lint-imports
-	@$(RUN) $(DEV) -- pytest -q -p no:randomly tests/schemas/test_compatibility.py
+	@$(RUN) $(DEV) -- python -m schemas.files check
 
 format:  ## Put the code into the form that check wants
 	@$(RUN) $(DEV) -- ruff check --fix .
