@@ -22,7 +22,9 @@ async def private_stack(models: tuple[ModelEntry, ...], env: Mapping[str, str] |
     Raises HeadraceError if it doesn't come up. Call from the main thread's event loop.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", ignore_cleanup_errors=True) as directory:
-        options = StackOptions(Path(directory), models, kafka_port=0, port=free_port(), env=dict(env or {}))
+        options = StackOptions(
+            Path(directory), models, kafka_port=0, port=free_port(), ops_ports_from=0, env=dict(env or {})
+        )
         stack = Stack(options, Board(console(stderr=True)))
         try:
             with stack.board:

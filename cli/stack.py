@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 TENANT = "default"
 OPS_PORT_FIRST = 9464
+OPS_PORTS_TRIED = 64
 READY_WAIT_S = 90.0
 WORKER_READY_WAIT_S = 900.0
 CRASHES_MAX = 2
@@ -52,7 +53,10 @@ BEAT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class StackOptions:
-    """What to start. `kafka` None starts the embedded broker on `kafka_port` (0: any free one)."""
+    """What to start. `kafka` None starts the embedded broker on `kafka_port` (0: any free one).
+
+    `ops_ports_from` is the first port for metrics and health, so that addresses stay the same from run to run; 0 takes any free ones.
+    """
 
     data_dir: Path
     models: tuple[ModelEntry, ...]
@@ -60,6 +64,7 @@ class StackOptions:
     kafka_port: int = 9092
     host: str = "127.0.0.1"
     port: int = 8000
+    ops_ports_from: int = OPS_PORT_FIRST
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -199,7 +204,7 @@ class Stack:
         return self._spec("bridge", 4, "bridge", "--host", self.options.host, "--port", str(self.options.port))
 
     def _spec(self, name: str, stage: int, *arguments: str) -> ChildSpec:
-        port = free_ops_port(set(self.ops_ports.values()) | {self.options.port})
+        port = free_ops_port(set(self.ops_ports.values()) | {self.options.port}, self.options.ops_ports_from)
         self.ops_ports[name] = port
         env = {
             **self.options.env,
@@ -269,9 +274,9 @@ def _kill_new(foreign: set[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def free_ops_port(taken: set[int]) -> int:
-    """The next port from `OPS_PORT_FIRST` on that is free, so that addresses stay the same from run to run; else any."""
-    for port in range(OPS_PORT_FIRST, OPS_PORT_FIRST + 64):
+def free_ops_port(taken: set[int], first: int = OPS_PORT_FIRST) -> int:
+    """The next port from `first` on that is free; any free one if `first` is 0 or all of its neighbours are taken."""
+    for port in range(first, first + OPS_PORTS_TRIED) if first else ():
         if port in taken:
             continue
         with contextlib.suppress(ports.PortInUse):
