@@ -8,161 +8,61 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# --- parts -----------------------------------------------------------------------------------------------------------
+from schemas.parts import (
+    Alternative,
+    ApiKey,
+    Attempt,
+    ChoiceAnswer,
+    ChoiceEnd,
+    Decision,
+    Message,
+    PartitionReport,
+    Position,
+    Reply,
+    Sampling,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class Attempt:
-    """One try at a request, ordered: first by the generation of the owner's consumer group, then by the owner's own counter."""
-
-    generation: int
-    counter: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Where the answer goes: a partition of a `tokens` topic, and whether its records are `avro` or `json`."""
-
-    topic: str
-    partition: int
-    encoding: str = "avro"
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """A place in the log."""
-
-    topic: str
-    partition: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One message of a chat."""
-
-    role: str
-    content: str
-    name: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens are chosen and when to stop. `logprobs` is the number of alternatives a token (0: the chosen one alone), or None.
-
-    `top_k` 0 means all. `max_tokens` None means what is left of the context. `logit_bias` maps a token id, in decimal, to its bias.
-    """
-
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None
-    logit_bias: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One step of a decision: which check, what it found (`passed`, `refused` or a choice), and on what grounds."""
-
-    check: str
-    outcome: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """A token that could have come at some place. `text` is its bytes, which may be part of a character."""
-
-    token_id: int
-    text: bytes
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """The chosen token's log-probability, and the likeliest alternatives, best first."""
-
-    token_id: int
-    text: bytes
-    logprob: float
-    top: tuple[Alternative, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceEnd:
-    """How one choice ended: tokens made, `stop` or `length`, the stop string or token id that matched, and text still held back."""
-
-    choice: int
-    total: int
-    finish_reason: str
-    stop_reason: str | None = None
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceAnswer:
-    """One choice, whole."""
-
-    choice: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: str
-    stop_reason: str | None = None
-    logprobs: tuple[TokenLogprob, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens that a request used; `cached_tokens` of the prompt were already in the engine's prefix cache."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """A worker's own durations: waiting in the log and the window, from start to first token, from start to end."""
-
-    queue_ms: float = 0.0
-    first_token_ms: float = 0.0
-    model_ms: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ApiKey:
-    """One key of a tenant; only its SHA-256 (hex) is kept."""
-
-    key_id: str
-    sha256: str
-    tiers: tuple[str, ...]
-    created_ms: int
-    revoked_ms: int | None = None
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionReport:
-    """What a worker holds of one work partition: the offset committed, and the records it finished above it."""
-
-    topic: str
-    partition: int
-    committed: int
-    finished_above: int
-
+__all__ = [
+    "EVENT_TYPES",
+    "Alternative",
+    "ApiKey",
+    "Attempt",
+    "ChoiceAnswer",
+    "ChoiceEnd",
+    "Decision",
+    "Event",
+    "GenerationReleased",
+    "GenerationStarted",
+    "GenerationTakenOver",
+    "InferenceAdmitted",
+    "InferenceAnswered",
+    "InferenceCancelled",
+    "InferenceCompleted",
+    "InferenceFailed",
+    "InferenceRejected",
+    "InferenceRequested",
+    "InferenceScheduled",
+    "InferenceStarted",
+    "Message",
+    "ModelPromoted",
+    "ModelVersionRegistered",
+    "PartitionReport",
+    "Position",
+    "RecordDeadLettered",
+    "Reply",
+    "Sampling",
+    "SchemaPublished",
+    "StreamEvent",
+    "TenantChanged",
+    "Timings",
+    "TokenLogprob",
+    "TokensGenerated",
+    "Usage",
+    "WorkerReported",
+]
 
 # --- requests.<tier> -------------------------------------------------------------------------------------------------
 

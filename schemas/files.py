@@ -69,6 +69,11 @@ def unreadable(released: Path = RELEASED, current: dict[str, Schema] | None = No
     return problems
 
 
+def say(line: str) -> None:
+    """Prints a line: this is a command."""
+    sys.stdout.write(line + "\n")
+
+
 def main(argv: list[str]) -> int:
     """The command; returns its exit status."""
     match argv:
@@ -79,15 +84,15 @@ def main(argv: list[str]) -> int:
             write(RELEASED)
         case ["check"]:
             if names := stale():
-                print(
+                say(
                     f"schemas/avro differs from schemas/events.py in {', '.join(names)}: run `python -m schemas.files write`"
                 )
             problems = unreadable()
             for problem in problems:
-                print(f"incompatible with the last release: {problem}")
+                say(f"incompatible with the last release: {problem}")
             return 1 if names or problems else 0
         case _:
-            print(__doc__)
+            say(__doc__ or "")
             return 2
     return 0
 

@@ -132,7 +132,7 @@ class Explorer:
                 timer,
                 cancel,
                 put(fresh, record, False),
-            )  # noqa: E501
+            )
 
     def _work(self, state: State, i: int, worker: Worker) -> Iterator[State]:
         """What a busy worker may do next: crash, have a send appended, read, generate, end, commit."""
@@ -162,7 +162,7 @@ class Explorer:
                     ("end", attempt, accepted, pending, record, None)
                     if closed
                     else ("run", attempt, accepted, (*pending, start), record, None),
-                )  # noqa: E501
+                )
         if phase == "run" and len(pending) < 2:
             if len(prefix) < self.rules.tokens:
                 token: Send = ("token", attempt, len(prefix), prefix)
@@ -185,7 +185,7 @@ def seen_by(reader: Reader) -> tuple[tuple[int, ...], bool]:
 
 def put(items: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
     """The tuple with one item replaced."""
-    return items[:i] + (value,) + items[i + 1 :]
+    return (*items[:i], value, *items[i + 1 :])
 
 
 def canonical(state: State) -> State:
@@ -203,13 +203,22 @@ def canonical(state: State) -> State:
     def renamed(items: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(rank[item] for item in items)
 
-    after = []
+    after: list[Any] = []
     for worker in workers:
         if worker is not None:
             phase, attempt, prefix, pending, record, read = worker
             sends = tuple((s[0], rank[s[1]], *s[2:3], *([renamed(s[3])] if len(s) > 3 else [])) for s in pending)
-            worker = (phase, rank[attempt], renamed(prefix), sends, record, read and (renamed(read[0]), read[1]))
-        after.append(worker)
+            renamed_worker = (
+                phase,
+                rank[attempt],
+                renamed(prefix),
+                sends,
+                record,
+                read and (renamed(read[0]), read[1]),
+            )
+            after.append(renamed_worker)
+        else:
+            after.append(None)
     closed = stream.closed and replace(stream.closed, message="")
     stream = replace(stream, attempt=None if current is None else Attempt(0, rank[current]), failures=0, closed=closed)
     return ((stream, renamed(accepted), torn), owner, done, tuple(after), len(rank), *rest)

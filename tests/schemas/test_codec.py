@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import json
-from typing import Any
+from typing import Any, cast
 
 import fastavro
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from schemas.codec import (
     HEADER_BYTES,
     MARKER,
@@ -27,7 +28,7 @@ from schemas.events import EVENT_TYPES, Attempt, Event, InferenceRequested, Mess
 
 st.register_type_strategy(int, st.integers(-(1 << 63), (1 << 63) - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
-st.register_type_strategy(str, st.text(st.characters(exclude_categories=("Cs",)), max_size=20))
+st.register_type_strategy(str, st.text(st.characters(codec="utf-8"), max_size=20))
 EVENTS = st.one_of([st.from_type(cls) for cls in EVENT_TYPES])
 CODEC = Codec()
 
@@ -77,10 +78,8 @@ def older_and_newer() -> tuple[SchemaPublished, bytes, SchemaPublished, bytes]:
     def record(schema: dict[str, Any], extra: dict[str, Any]) -> tuple[SchemaPublished, bytes]:
         out = io.BytesIO()
         out.write(MARKER + bytes.fromhex(fingerprint(schema)))
-        plain = {
-            **fastavro.schemaless_reader(io.BytesIO(encode(InferenceRequested("id", "m", prompt="p"))[10:]), own, None),
-            **extra,
-        }  # type: ignore[dict-item,call-overload]
+        body = io.BytesIO(encode(InferenceRequested("id", "m", prompt="p"))[10:])
+        plain = {**cast(dict[str, Any], fastavro.schemaless_reader(body, own, None)), **extra}
         fastavro.schemaless_writer(out, fastavro.parse_schema(copy.deepcopy(schema), {}), plain)
         return SchemaPublished(fingerprint(schema), "InferenceRequested", json.dumps(schema)), out.getvalue()
 
@@ -140,14 +139,14 @@ def test_every_published_schema_can_be_learnt() -> None:
         (
             '{"type":"RecordDeadLettered","topic":"t","partition":0,"offset":0,"timestamp_ms":0,"key":"?","value":null,"headers":{},"reason":"","message":"","process":""}',
             "key",
-        ),  # noqa: E501
+        ),
     ],
 )
 def test_json_errors_name_the_field(text: str, param: str) -> None:
     with pytest.raises(InvalidField) as caught:
         decode_json(text.encode())
     assert caught.value.param == param
-    assert param.split("[")[0] in caught.value.message
+    assert param.split("[", maxsplit=1)[0] in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from schemas.codec import own_schemas
 from schemas.files import RELEASED, incompatibilities, main, stale, unreadable, write
 

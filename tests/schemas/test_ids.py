@@ -7,6 +7,7 @@ import uuid
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from schemas import ids, topics
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason, lookup
