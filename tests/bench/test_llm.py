@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 from pathlib import Path
 
 from bench.llm import VLLM_VERSION, _arguments, _dist_info, _judge, _rows
@@ -16,7 +17,7 @@ def test_the_peer_gets_the_workers_engine_arguments() -> None:
     arguments = _arguments(ENTRY, Path("/models/small"), 8001)
 
     assert arguments[:2] == ["serve", "/models/small"]
-    pairs = dict(zip(arguments, arguments[1:], strict=False))
+    pairs = dict(itertools.pairwise(arguments))
     assert pairs["--port"] == "8001"
     assert pairs["--served-model-name"] == "small"
     assert pairs["--max-model-len"] == "2048"
