@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 from aiokafka import ConsumerRecord, TopicPartition
 
 from infra.grants import Grant, mint
-from infra.kafka import make_consumer
+from infra.kafka import make_consumer, partitions_of
 from infra.log import EventDecoder, EventProducer
 from infra.ports import free_port
-from infra.read import partitions_of
 from infra.settings import KafkaSettings
 from infra.topics import ensure
 from schemas.errors import Undecodable
@@ -31,6 +30,7 @@ from schemas.events import (
     InferenceRequested,
     ModelPromoted,
     ModelVersionRegistered,
+    RecordDeadLettered,
     Reply,
     TenantChanged,
 )
@@ -186,6 +186,13 @@ class Site:
     async def of(self, topic: str, kind: type[E], rid: str) -> E:
         """Wait for a request's event."""
         return await self.one(topic, kind, lambda event: getattr(event, "request_id", None) == rid)
+
+    async def buried(self, sent: Any) -> RecordDeadLettered:
+        """Wait for the dead letter of the record at this place."""
+        place = (sent.topic, sent.partition, sent.offset)
+        return await self.one(
+            DEAD_LETTERS, RecordDeadLettered, lambda letter: (letter.topic, letter.partition, letter.offset) == place
+        )
 
     def record_of(self, topic: str, event: object) -> ConsumerRecord:
         return next(record for record, found in self.seen[topic] if found is event)

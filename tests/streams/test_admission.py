@@ -116,11 +116,11 @@ async def test_a_refusal_reaches_the_caller_and_the_record(
 
 
 async def test_a_grant_that_is_void(site: Site) -> None:
-    for grant, reason in (
+    for void, reason in (
         (site.grant(valid_ms=-60_000), "grant_expired"),
         (site.grant(tiers=("batch",)), "permission_denied"),
     ):
-        rid = await site.ask(send={"grant": grant})
+        rid = await site.ask(send={"grant": void})
         assert (await site.of(TOKENS, InferenceRejected, rid)).reason == reason
     for grant in (
         None,
@@ -130,11 +130,7 @@ async def test_a_grant_that_is_void(site: Site) -> None:
         site.grant(Reply(LIFECYCLE, 0)),
     ):
         sent = await site.send(InferenceRequested(new_id(), site.model, prompt="x"), grant=grant)
-        letter = await site.one(
-            DEAD_LETTERS,
-            RecordDeadLettered,
-            lambda letter: letter.offset == sent.offset and letter.partition == sent.partition,
-        )
+        letter = await site.buried(sent)
         assert "grant" not in letter.headers
     await is_alive(site)
     assert len(await site.all(site.work, InferenceScheduled)) == 1
@@ -158,11 +154,7 @@ def junk(site: Site) -> dict[str, bytes | None]:
 async def test_junk_is_put_aside_and_the_next_record_is_served(site: Site, with_grant: bool) -> None:
     for name, value in junk(site).items():
         sent = await site.send(value, grant="" if with_grant else None, partition=home(site.tenant))
-        letter = await site.one(
-            DEAD_LETTERS,
-            RecordDeadLettered,
-            lambda letter, at=sent: (letter.partition, letter.offset) == (at.partition, at.offset),
-        )  # type: ignore[misc]
+        letter = await site.buried(sent)
         assert letter.value == value, name
         assert letter.topic == REQUESTS and letter.process == "admission"
         await is_alive(site)
@@ -205,11 +197,7 @@ async def test_a_record_is_sent_on_only_once(site: Site) -> None:
     sent = await site.send(
         InferenceRequested(new_id(), site.model, prompt="x"), partition=wrong, headers=(("rekeyed", b"1"),)
     )
-    await site.one(
-        DEAD_LETTERS,
-        RecordDeadLettered,
-        lambda letter: (letter.partition, letter.offset) == (sent.partition, sent.offset),
-    )
+    await site.buried(sent)
 
 
 async def test_a_null_key_in_the_right_partition_is_served(site: Site) -> None:
@@ -246,7 +234,7 @@ async def test_a_killed_admission_loses_nothing(site: Site, admission: Agent) ->
         await site.of(LIFECYCLE, InferenceAdmitted, rid)
     every = await site.all(site.work, InferenceScheduled)
     for rid in rids:
-        repeats = {event for event in map(repr, (event for event in every if event.request_id == rid))}
+        repeats = {repr(event) for event in every if event.request_id == rid}
         assert len(repeats) == 1, "a repetition differs"
 
 
