@@ -236,7 +236,8 @@ def execute(command: Sequence[str]) -> NoReturn:
     program = VENV / "bin" / command[0]
     if not program.exists():
         fail(f"{command[0]} is not installed in .venv; remove .venv/{STAMP.name} and try again")
-    os.environ["PATH"] = str(VENV / "bin") + os.pathsep + os.environ.get("PATH", "")
+    if command[0] != "headrace":  # headrace tells its user what to type, so it must see the user's own PATH
+        os.environ["PATH"] = str(VENV / "bin") + os.pathsep + os.environ.get("PATH", "")
     os.environ["VIRTUAL_ENV"] = str(VENV)
     os.environ.pop("PYTHONHOME", None)
     parent = os.getppid()
