@@ -64,6 +64,7 @@ def make_server(app: ASGIApp, message_bytes_max: int, drain_s: float) -> Server:
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(drain_s)),
         )

@@ -13,6 +13,8 @@ message that could not be taken, and ends nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -24,7 +26,7 @@ from bridge.body import parse_object
 from bridge.calls import Call, Update
 from bridge.door import FrontDoor
 from bridge.errors import error_object, error_response
-from bridge.observe import Observer
+from bridge.observe import Observer, refused
 from bridge.openai_chat import ChatCall
 from bridge.openai_completions import CompletionCall
 from bridge.rendering import Rendering
@@ -45,8 +47,25 @@ _FIELDS = {"request": {"type", "id", "endpoint", "body"}, "cancel": {"type", "id
 _log = structlog.get_logger(__name__)
 
 
-class SocketClosed(Exception):
+class SocketClosed(HeadraceError):
     """The socket can't be written any more. Never leaves this module."""
+
+    def __init__(self) -> None:
+        super().__init__(Reason.CANCELLED, Reason.CANCELLED.text)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """What is under way under one of the caller's ids. `call` is None until it is in the log; a cancel may come before."""
+
+    id: str
+    call: Call | None = None
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.call is not None:
+            self.call.fail(HeadraceError(Reason.CANCELLED, Reason.CANCELLED.text))
 
 
 class Socket:
@@ -55,7 +74,7 @@ class Socket:
     def __init__(self, door: FrontDoor, websocket: WebSocket) -> None:
         self._door = door
         self._socket = websocket
-        self._calls: dict[str, Call | None] = {}
+        self._requests: dict[str, _Request] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
         self._sending: asyncio.Timeout | None = None
@@ -136,16 +155,13 @@ class Socket:
             self._begin(call_id, message, caller)
 
     def _cancel(self, call_id: str) -> None:
-        if call_id not in self._calls:
+        request = self._requests.get(call_id)
+        if request is None:
             raise HeadraceError(Reason.NOT_FOUND, f"no request with the id {call_id!r} is under way", param="id")
-        call = self._calls[call_id]
-        if call is not None:
-            call.fail(HeadraceError(Reason.CANCELLED, Reason.CANCELLED.text))
-        else:
-            self._calls.pop(call_id)  # it is on its way into the log, and hears of it there
+        request.cancel()
 
     def _begin(self, call_id: str, message: dict[str, Any], caller: Caller) -> None:
-        if call_id in self._calls:
+        if call_id in self._requests:
             raise HeadraceError(Reason.CONFLICT, f"a request with the id {call_id!r} is under way", param="id")
         if len(self._tasks) >= self._door.settings.socket_requests_max:
             raise HeadraceError(
@@ -154,77 +170,77 @@ class Socket:
                 param="id",
             )
         arrived_s = asyncio.get_running_loop().time()
-        self._calls[call_id] = None
-        task = asyncio.create_task(self._serve_request(call_id, message, caller, arrived_s), name="socket-request")
+        request = self._requests[call_id] = _Request(call_id)
+        task = asyncio.create_task(self._serve_request(request, message, caller, arrived_s), name="socket-request")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     # --- one request --------------------------------------------------------------------------------------------------
 
-    async def _serve_request(self, call_id: str, message: dict[str, Any], caller: Caller, arrived_s: float) -> None:
+    async def _serve_request(
+        self, request: _Request, message: dict[str, Any], caller: Caller, arrived_s: float
+    ) -> None:
         try:
             parsed = _parse(message)
             call = await self._door.open(caller, parsed.requests, self._socket.headers, arrived_s)
         except HeadraceError as error:
-            self._calls.pop(call_id, None)
-            await self._send_quietly({"type": "error", "id": call_id, **error_object(error)})
+            refused(error.reason.value)
+            await self._end(request, {"type": "error", "id": request.id, **error_object(error)})
             return
         observer = Observer(call, "websocket")
         try:
-            if call_id not in self._calls:
-                call.fail(HeadraceError(Reason.CANCELLED, Reason.CANCELLED.text))
-            self._calls[call_id] = call
+            request.call = call
             call.on_slow = self._hurry
-            await self._forward(call_id, call, parsed.rendering(call), observer)
-        except HeadraceError as error:
-            await self._end(call_id, {"type": "error", "id": call_id, **error_object(error)})
+            if request.cancelled:
+                request.cancel()
+            await self._forward(request, call, parsed.rendering(call), observer)
         except SocketClosed:
             pass
+        except HeadraceError as error:
+            await self._end(request, {"type": "error", "id": request.id, **error_object(error)})
         finally:
-            self._calls.pop(call_id, None)
+            self._free(request)
             observer.finish()
             self._door.close(call, caller)
         if call.error is not None and call.error.reason is Reason.SLOW_READER:
             await self._close_slow()
 
-    async def _forward(self, call_id: str, call: Call, rendering: Rendering, observer: Observer) -> None:
+    async def _forward(self, request: _Request, call: Call, rendering: Rendering, observer: Observer) -> None:
         await call.verdict()
-        await self._send({"type": "started", "id": call_id, "request_id": call.request_id}, call)
+        await self._send({"type": "started", "id": request.id, "request_id": call.request_id}, call)
         for chunk in rendering.opening():
-            await self._send({"type": "chunk", "id": call_id, "data": chunk}, call)
+            await self._send({"type": "chunk", "id": request.id, "data": chunk}, call)
         done = False
         while not done:
             await call.wait()
             update = call.take()
             done = update.done
-            await self._send_update(call_id, call, rendering, update)
+            await self._send_update(request, call, rendering, update)
             observer.sent(update)
 
-    async def _send_update(self, call_id: str, call: Call, rendering: Rendering, update: Update) -> None:
+    async def _send_update(self, request: _Request, call: Call, rendering: Rendering, update: Update) -> None:
         chunk = rendering.chunk(update)
         if chunk is not None:
-            await self._send({"type": "chunk", "id": call_id, "event_id": update.event_id, "data": chunk}, call)
+            await self._send({"type": "chunk", "id": request.id, "event_id": update.event_id, "data": chunk}, call)
         if update.error is not None:
-            await self._end(
-                call_id, {"type": "error", "id": call_id, "event_id": update.error_id, **error_object(update.error)}
-            )
+            error = {"type": "error", "id": request.id, "event_id": update.error_id, **error_object(update.error)}
+            await self._end(request, error)
         elif update.done:
             if rendering.include_usage:
-                await self._send({"type": "chunk", "id": call_id, "data": rendering.usage_chunk()}, call)
-            await self._end(call_id, {"type": "done", "id": call_id})
+                await self._send({"type": "chunk", "id": request.id, "data": rendering.usage_chunk()}, call)
+            await self._end(request, {"type": "done", "id": request.id})
 
-    async def _end(self, call_id: str, message: dict[str, Any]) -> None:
-        """A request's last message; from then on its id is free."""
-        self._calls.pop(call_id, None)
-        await self._send_quietly(message)
+    async def _end(self, request: _Request, message: dict[str, Any]) -> None:
+        """A request's last message; its id is free before the caller reads it."""
+        self._free(request)
+        with contextlib.suppress(SocketClosed):
+            await self._send(message)
+
+    def _free(self, request: _Request) -> None:
+        if self._requests.get(request.id) is request:
+            del self._requests[request.id]
 
     # --- to the caller ------------------------------------------------------------------------------------------------
-
-    async def _send_quietly(self, message: dict[str, Any]) -> None:
-        try:
-            await self._send(message)
-        except SocketClosed:
-            pass
 
     async def _send(self, message: dict[str, Any], call: Call | None = None) -> None:
         """Write one message. Raises SocketClosed; a reader that takes nothing for too long is disconnected."""

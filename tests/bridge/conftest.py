@@ -59,7 +59,9 @@ class RunningBridge:
             await asyncio.sleep(0.01)
 
 
-def _key(key_id: str, key: str, tiers: tuple[str, ...] = ("interactive", "batch"), revoked_ms: int | None = None) -> ApiKey:
+def _key(
+    key_id: str, key: str, tiers: tuple[str, ...] = ("interactive", "batch"), revoked_ms: int | None = None
+) -> ApiKey:
     return ApiKey(key_id, hashlib.sha256(key.encode()).hexdigest(), tiers, 1, revoked_ms)
 
 

@@ -97,7 +97,12 @@ class Responder:
         common = (request.request_id, grant.tenant, request.model)
         if "reject" in script:
             event = InferenceRejected(
-                *common, INTERACTIVE, script["reject"], "no", param=script.get("param"), retry_after_ms=script.get("retry_after_ms")
+                *common,
+                INTERACTIVE,
+                script["reject"],
+                "no",
+                param=script.get("param"),
+                retry_after_ms=script.get("retry_after_ms"),
             )
             await self._send(grant, event)
             return
@@ -115,7 +120,9 @@ class Responder:
                 if script.get("zombie"):
                     await self._send(grant, TokensGenerated(request.request_id, choice, OLD, i, (666,), "ZOMBIE"))
                 logprobs = _logprobs(token, request.sampling.logprobs)
-                await self._send(grant, TokensGenerated(request.request_id, choice, ATTEMPT, i, (i,), token.decode(), logprobs))
+                await self._send(
+                    grant, TokensGenerated(request.request_id, choice, ATTEMPT, i, (i,), token.decode(), logprobs)
+                )
             self.tokens_sent[request.request_id] = i + 1
             if gap_ms := script.get("gap_ms"):
                 await asyncio.sleep(gap_ms / 1000)

@@ -21,7 +21,9 @@ def sized(size: int) -> bytes:
     """A chat of exactly so many bytes."""
     empty = {"model": MODEL, "messages": [{"role": "system", "content": ""}, *script(tokens=["y"])]}
     filler = size - len(json.dumps(empty))
-    return json.dumps({**empty, "messages": [{"role": "system", "content": "x" * filler}, *script(tokens=["y"])]}).encode()
+    return json.dumps(
+        {**empty, "messages": [{"role": "system", "content": "x" * filler}, *script(tokens=["y"])]}
+    ).encode()
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -52,7 +54,10 @@ async def test_a_body_is_taken_up_to_its_limit(bridge: RunningBridge, size: int,
     [
         (b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}', "messages[0].content"),
         (b'{"model": "m", "messages": [{"role": "user", "content": "a\\udc00b"}]}', "messages[0].content"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "\\ud83d"}]}]}', "messages[0].content[0].text"),
+        (
+            b'{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "\\ud83d"}]}]}',
+            "messages[0].content[0].text",
+        ),
         (b'{"model": "m", "messages": [], "user": "\\ud800"}', "user"),
         (b'{"model": "m", "stop": ["a", "\\udfff"]}', "stop[1]"),
         (b'{"model": "m", "user": "\xff"}', "user"),
@@ -71,7 +76,18 @@ async def test_what_is_no_text_is_refused_by_its_place(bridge: RunningBridge, ra
 
 @pytest.mark.parametrize(
     "raw",
-    [b"", b"x", b"[]", b"null", b'{"a": NaN}', b'{"a": 1', b"[" * 100_000, b'{"a":' * 50_000, b'{"\\ud800": 1}', b"\xff\xfe"],
+    [
+        b"",
+        b"x",
+        b"[]",
+        b"null",
+        b'{"a": NaN}',
+        b'{"a": 1',
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b'{"\\ud800": 1}',
+        b"\xff\xfe",
+    ],
 )
 def test_what_is_no_object_is_refused(raw: bytes) -> None:
     with pytest.raises(HeadraceError) as caught:

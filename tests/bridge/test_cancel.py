@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
 
-from tests.bridge.conftest import KEY, MODEL, TENANT, RunningBridge
+from tests.bridge.conftest import KEY, TENANT, RunningBridge
 from tests.bridge.test_openai_chat import body, script
 
 
@@ -19,7 +19,7 @@ class RawCaller:
     def __init__(self, bridge: RunningBridge) -> None:
         self._bridge = bridge
 
-    async def __aenter__(self) -> RawCaller:
+    async def __aenter__(self) -> Self:
         self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self._bridge.settings.port)
         return self
 
@@ -36,7 +36,7 @@ class RawCaller:
 def newest(bridge: RunningBridge, mark: str) -> str | None:
     """The request whose script carries the mark."""
     for request_id, seen in list(bridge.responder.seen.items()):
-        if mark in ((seen.event.messages or [None])[-1].content if seen.event.messages else ""):
+        if any(mark in message.content for message in seen.event.messages or ()):
             return request_id
     return None
 
@@ -52,7 +52,9 @@ def newest(bridge: RunningBridge, mark: str) -> str | None:
         ("started", True, {"tokens": [], "hang": True}),
     ],
 )
-async def test_a_closed_socket_cancels(bridge: RunningBridge, mark: str, stream: bool, directions: dict[str, Any], cut: str) -> None:
+async def test_a_closed_socket_cancels(
+    bridge: RunningBridge, mark: str, stream: bool, directions: dict[str, Any], cut: str
+) -> None:
     mark = f"{mark}-{cut}"
     async with RawCaller(bridge) as caller:
         await caller.post(body(stream=stream, messages=script(mark=mark, **directions)))
@@ -85,7 +87,9 @@ async def test_a_finished_call_cancels_nothing(bridge: RunningBridge) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("directions", [{"first_ms": 60_000}, {"tokens": ["a"], "hang": True}])
-async def test_a_call_ends_at_its_deadline_though_the_log_is_silent(bridge: RunningBridge, stream: bool, directions: dict[str, Any]) -> None:
+async def test_a_call_ends_at_its_deadline_though_the_log_is_silent(
+    bridge: RunningBridge, stream: bool, directions: dict[str, Any]
+) -> None:
     payload = body(stream=stream, messages=script(**directions), timeout=0.3)
     async with bridge.client() as client:
         response = await client.post("/v1/chat/completions", json=payload)
@@ -108,5 +112,7 @@ async def test_the_header_gives_a_deadline_too(bridge: RunningBridge) -> None:
 async def test_pipelined_and_repeated_calls_on_one_connection(bridge: RunningBridge) -> None:
     limits = httpx.Limits(max_connections=1)
     async with bridge.client(limits=limits) as client:
-        answers = await asyncio.gather(*[client.post("/v1/chat/completions", json=body(stream=bool(i % 2))) for i in range(6)])
+        answers = await asyncio.gather(
+            *[client.post("/v1/chat/completions", json=body(stream=bool(i % 2))) for i in range(6)]
+        )
     assert [answer.status_code for answer in answers] == [200] * 6

@@ -73,8 +73,12 @@ async def test_a_chat_parameter_that_is_not_served_is_named(bridge: RunningBridg
     assert field in error.message
 
 
-@pytest.mark.parametrize(("field", "value"), [("echo", True), ("suffix", "x"), ("best_of", 2), ("messages", []), ("store", True)])
-async def test_a_completion_parameter_that_is_not_served_is_named(bridge: RunningBridge, field: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"), [("echo", True), ("suffix", "x"), ("best_of", 2), ("messages", []), ("store", True)]
+)
+async def test_a_completion_parameter_that_is_not_served_is_named(
+    bridge: RunningBridge, field: str, value: Any
+) -> None:
     error = (await refused(bridge, TEXT, {"model": MODEL, "prompt": "x", field: value})).error
     assert (error.code, error.param) == ("unsupported_parameter", field)
 
@@ -85,9 +89,19 @@ async def test_what_asks_for_nothing_is_taken(bridge: RunningBridge) -> None:
         "modalities": ["text"], "store": False, "metadata": {}, "service_tier": "auto", "stop": None, "n": None, "seed": None,
         "temperature": None, "logit_bias": None, "stream_options": None, "logprobs": False, "top_logprobs": None,
     }  # fmt: skip
-    earlier = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "tool_calls": None, "function_call": None}
+    earlier: dict[str, Any] = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "tool_calls": None,
+        "function_call": None,
+    }
     async with bridge.client() as client:
-        response = await client.post(CHAT, json=body(stream=False, messages=[earlier, *script(tokens=["y"])], **nothing))
+        response = await client.post(
+            CHAT, json=body(stream=False, messages=[earlier, *script(tokens=["y"])], **nothing)
+        )
     assert response.status_code == 200, response.text
 
 
@@ -157,7 +171,9 @@ async def test_top_logprobs_beyond_the_most_are_named(bridge: RunningBridge) -> 
         ({"a": 1}, "prompt"),
     ],
 )
-async def test_a_prompts_fault_is_named_and_the_next_call_is_served(bridge: RunningBridge, prompt: Any, param: str) -> None:
+async def test_a_prompts_fault_is_named_and_the_next_call_is_served(
+    bridge: RunningBridge, prompt: Any, param: str
+) -> None:
     error = (await refused(bridge, TEXT, {"model": MODEL, "prompt": prompt})).error
     assert error.param == param
     async with bridge.client() as client:
@@ -195,9 +211,16 @@ async def test_a_refusal_in_the_log_is_a_status_and_never_a_stream(
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_failure_before_the_first_token_is_a_status(bridge: RunningBridge, stream: bool) -> None:
     async with bridge.client() as client:
-        response = await client.post(CHAT, json=body(stream=stream, messages=script(tokens=["a"], fail="engine_error", fail_after=0)))
+        response = await client.post(
+            CHAT, json=body(stream=stream, messages=script(tokens=["a"], fail="engine_error", fail_after=0))
+        )
     assert response.status_code == 500
-    assert response.json()["error"] == {"message": "broke", "type": "server_error", "param": None, "code": "engine_error"}
+    assert response.json()["error"] == {
+        "message": "broke",
+        "type": "server_error",
+        "param": None,
+        "code": "engine_error",
+    }
 
 
 async def test_a_failure_after_tokens_is_an_event_and_no_done_follows(bridge: RunningBridge) -> None:
@@ -223,7 +246,9 @@ async def test_the_official_client_raises_on_a_broken_stream(bridge: RunningBrid
 
 async def test_a_total_that_differs_from_the_stream_is_a_failure(bridge: RunningBridge) -> None:
     async with bridge.client() as client:
-        response = await client.post(CHAT, json=body(stream=False, messages=script(tokens=["a"], fail="engine_error", fail_after=1, repeat=2)))
+        response = await client.post(
+            CHAT, json=body(stream=False, messages=script(tokens=["a"], fail="engine_error", fail_after=1, repeat=2))
+        )
     assert response.status_code == 500
 
 

@@ -40,7 +40,9 @@ async def read_events(response: httpx.Response) -> list[tuple[str | None, str]]:
     return events
 
 
-async def stream_events(bridge: RunningBridge, payload: dict[str, Any]) -> tuple[httpx.Response, list[tuple[str | None, str]]]:
+async def stream_events(
+    bridge: RunningBridge, payload: dict[str, Any]
+) -> tuple[httpx.Response, list[tuple[str | None, str]]]:
     async with bridge.client() as client, client.stream("POST", "/v1/chat/completions", json=payload) as response:
         return response, await read_events(response)
 
@@ -48,7 +50,9 @@ async def stream_events(bridge: RunningBridge, payload: dict[str, Any]) -> tuple
 def test_answers_the_official_client(bridge: RunningBridge) -> None:
     with openai.OpenAI(base_url=f"{bridge.url}/v1", api_key=KEY, max_retries=0) as client:
         answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hello"}])
-        with client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hello"}], stream=True) as stream:
+        with client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hello"}], stream=True
+        ) as stream:
             streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
         assert [model.id for model in client.models.list()].count(MODEL) == 1
         assert client.models.retrieve(MODEL).created == 1_700_000_000
@@ -63,7 +67,9 @@ def test_answers_the_official_client(bridge: RunningBridge) -> None:
 async def test_streams_tokens_in_order_whatever_a_former_owner_writes(bridge: RunningBridge) -> None:
     async with openai.AsyncOpenAI(base_url=f"{bridge.url}/v1", api_key=KEY, max_retries=0) as client:
         messages = script(tokens=["a", "b", "c"], tail="!", zombie=True)
-        chunks = [chunk async for chunk in await client.chat.completions.create(model=MODEL, messages=messages, stream=True)]
+        chunks = [
+            chunk async for chunk in await client.chat.completions.create(model=MODEL, messages=messages, stream=True)
+        ]
         whole = await client.chat.completions.create(model=MODEL, messages=messages)
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
@@ -138,7 +144,9 @@ async def test_several_choices_arrive_whole_under_their_index(bridge: RunningBri
 
 async def test_logprobs_keep_bytes_that_are_no_character(bridge: RunningBridge) -> None:
     async with openai.AsyncOpenAI(base_url=f"{bridge.url}/v1", api_key=KEY, max_retries=0) as client:
-        answer = await client.chat.completions.create(model=MODEL, messages=script(tokens=["é"]), logprobs=True, top_logprobs=2)
+        answer = await client.chat.completions.create(
+            model=MODEL, messages=script(tokens=["é"]), logprobs=True, top_logprobs=2
+        )
         bare = await client.chat.completions.create(model=MODEL, messages=script(tokens=["é"]), logprobs=True)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
@@ -202,7 +210,9 @@ async def test_many_calls_at_once_are_not_mixed_up(bridge: RunningBridge) -> Non
         async def ask(i: int) -> str:
             messages = script(tokens=[f"{i}-", "x", f"-{i}"], gap_ms=3)
             if i % 2:
-                return (await client.chat.completions.create(model=MODEL, messages=messages)).choices[0].message.content or ""
+                return (await client.chat.completions.create(model=MODEL, messages=messages)).choices[
+                    0
+                ].message.content or ""
             stream = await client.chat.completions.create(model=MODEL, messages=messages, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 

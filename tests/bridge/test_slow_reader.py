@@ -29,7 +29,9 @@ FLOOD = {"tokens": ["x" * 8000], "repeat": 3000}
 async def counted(bridge: RunningBridge, protocol: str) -> float:
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"http://127.0.0.1:{bridge.settings.ops_port}/metrics")).text
-    lines = [line for line in text.splitlines() if line.startswith("headrace_stream_slow_reader_total") and protocol in line]
+    lines = [
+        line for line in text.splitlines() if line.startswith("headrace_stream_slow_reader_total") and protocol in line
+    ]
     return float(lines[0].rsplit(" ", 1)[1]) if lines else 0.0
 
 
@@ -103,7 +105,9 @@ def respond(bound: int) -> tuple[Call, SseResponse, list[bool]]:
     call = Call(bound, 0.0)
     call.add_leg(ID, 0)
     finished: list[bool] = []
-    response = SseResponse(call, ChatRendering(call, "m", 1, False), lambda _: None, lambda: finished.append(True), 60.0, 60.0)
+    response = SseResponse(
+        call, ChatRendering(call, "m", 1, False), lambda _: None, lambda: finished.append(True), 60.0, 60.0
+    )
     return call, response, finished
 
 
@@ -165,5 +169,3 @@ async def test_a_caller_that_waits_is_never_slow_however_much_comes_at_once() ->
     assert update.error is None
     assert update.done
     assert update.deltas[0].text == "x" * 2400
-
-

@@ -76,7 +76,7 @@ async def test_several_requests_share_a_socket(bridge: RunningBridge) -> None:
             ChatChunk.model_validate(chunk["data"])
         ids = [chunk.get("event_id") for chunk in chunks]
         assert ids[0] is None is ids[-1]
-        assert all(event_id.startswith(f"{request_id}:") for event_id in ids[1:-1])
+        assert all(str(event_id).startswith(f"{request_id}:") for event_id in ids[1:-1])
 
 
 async def test_completions_are_served_too(bridge: RunningBridge) -> None:
@@ -152,7 +152,9 @@ MALFORMED: list[tuple[Any, str | None]] = [
 
 
 @pytest.mark.parametrize(("raw", "param"), MALFORMED)
-async def test_a_malformed_message_gets_an_error_and_the_socket_stays(bridge: RunningBridge, raw: Any, param: str | None) -> None:
+async def test_a_malformed_message_gets_an_error_and_the_socket_stays(
+    bridge: RunningBridge, raw: Any, param: str | None
+) -> None:
     async with calling(bridge) as caller:
         await caller.ws.send(raw)
         message = await caller.hear()
@@ -200,7 +202,13 @@ async def test_a_browser_says_its_key_in_its_first_message(bridge: RunningBridge
 
 @pytest.mark.parametrize(
     "first",
-    [{"type": "auth", "api_key": "hr-unknown"}, {"type": "auth", "api_key": REVOKED}, {"type": "auth"}, {"type": "request", "id": "a"}, []],
+    [
+        {"type": "auth", "api_key": "hr-unknown"},
+        {"type": "auth", "api_key": REVOKED},
+        {"type": "auth"},
+        {"type": "request", "id": "a"},
+        [],
+    ],
 )
 async def test_nobody_gets_in_by_a_wrong_first_message(bridge: RunningBridge, first: Any) -> None:
     async with calling(bridge, key=None) as caller:

@@ -1,0 +1,142 @@
+"""The way into the log: what happens when it is closed, full or slow. The broker here is a fake that fails on command."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from bridge.auth import Authenticator, Caller
+from bridge.door import FrontDoor
+from bridge.openai_chat import ChatCall
+from bridge.streams import Dispatcher
+from infra.directory import ModelDirectory, TenantDirectory
+from infra.grants import read
+from infra.log import EventDecoder, NotDelivered
+from infra.settings import BridgeSettings, KafkaSettings
+from schemas.errors import HeadraceError
+from schemas.events import InferenceCancelled, InferenceRequested, Reply
+from schemas.reasons import Reason
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+CALLER = Caller("t", "k", ("interactive",))
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+class FakeProducer:
+    """Takes records as `mode` says: `ok`, `raise`, `fail` (the future), `hang` (neither)."""
+
+    def __init__(self) -> None:
+        self.mode = "ok"
+        self.sent: list[Any] = []
+
+    async def send(self, _topic: str, event: Any, **_options: Any) -> asyncio.Future[None]:
+        if self.mode == "hang" and isinstance(event, InferenceRequested):
+            await asyncio.Event().wait()
+        if self.mode == "raise":
+            raise NotDelivered("out of reach")
+        self.sent.append(event)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.mode == "fail":
+            future.set_exception(NotDelivered("out of reach"))
+        elif self.mode != "unconfirmed":
+            future.set_result(None)
+        return future
+
+    async def send_and_wait(self, topic: str, event: Any, **options: Any) -> None:
+        await (await self.send(topic, event, **options))
+
+
+@pytest.fixture
+async def producer() -> FakeProducer:
+    return FakeProducer()
+
+
+@pytest.fixture
+async def door(producer: FakeProducer) -> FrontDoor:
+    kafka = KafkaSettings()
+    settings = BridgeSettings(open_requests_max=2)
+    auth = Authenticator(TenantDirectory(kafka), SECRET, Reply("tokens", 1), 10_000)
+    dispatcher = Dispatcher(kafka, 1, EventDecoder(kafka))
+    return FrontDoor(settings, auth, ModelDirectory(kafka), producer, dispatcher)  # type: ignore[arg-type]
+
+
+def requests(**fields: Any) -> list[InferenceRequested]:
+    return ChatCall({**CHAT, **fields}).requests
+
+
+@pytest.mark.parametrize("mode", ["raise", "hang"])
+async def test_a_log_out_of_reach_is_told_in_bounded_time(
+    door: FrontDoor, producer: FakeProducer, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr("bridge.door.PRODUCE_WAIT_S", 0.02)
+    producer.mode = mode
+    with pytest.raises(HeadraceError) as caught:
+        await door.open(CALLER, requests(), {}, asyncio.get_running_loop().time())
+    assert caught.value.reason is Reason.UNAVAILABLE
+    assert caught.value.retry_after_ms is not None
+    assert len(door.dispatcher) == 0
+    await door.stop()
+
+
+@pytest.mark.parametrize("mode", ["fail", "unconfirmed"])
+async def test_a_record_that_is_never_confirmed_fails_its_call(
+    door: FrontDoor, producer: FakeProducer, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    monkeypatch.setattr("bridge.door.PRODUCE_WAIT_S", 0.02)
+    producer.mode = mode
+    call = await door.open(CALLER, requests(), {}, asyncio.get_running_loop().time())
+    with pytest.raises(HeadraceError) as caught:
+        await call.verdict()
+    assert caught.value.reason is Reason.UNAVAILABLE
+    producer.mode = "ok"
+    door.close(call, CALLER)
+    await door.stop()
+    assert producer.sent[-1] == InferenceCancelled(call.request_id, "t")  # it may be in the log all the same
+
+
+async def test_a_full_door_refuses_and_is_free_again(door: FrontDoor) -> None:
+    calls = [await door.open(CALLER, requests(), {}, asyncio.get_running_loop().time()) for _ in range(2)]
+    with pytest.raises(HeadraceError) as caught:
+        await door.open(CALLER, requests(), {}, asyncio.get_running_loop().time())
+    assert caught.value.reason is Reason.OVERLOADED
+    for call in calls:
+        door.close(call, CALLER)
+    call = await door.open(CALLER, requests(), {}, asyncio.get_running_loop().time())
+    door.close(call, CALLER)
+    await door.stop()
+    assert len(door.dispatcher) == 0
+
+
+async def test_a_door_that_closes_lets_nobody_in(door: FrontDoor) -> None:
+    door.draining = True
+    with pytest.raises(HeadraceError) as caught:
+        await door.open(CALLER, requests(), {}, asyncio.get_running_loop().time())
+    assert caught.value.reason is Reason.UNAVAILABLE
+
+
+async def test_a_grant_is_used_again_while_it_lasts(door: FrontDoor) -> None:
+    first = door.auth.grant(CALLER)
+    assert door.auth.grant(CALLER) is first
+    grant = read(SECRET, first)
+    assert (grant.tenant, grant.key_id, grant.tiers, grant.reply) == ("t", "k", ("interactive",), Reply("tokens", 1))
+    assert 5_000 < grant.expires_ms - time.time() * 1000 <= 10_000
+
+
+async def test_callers_share_no_grant(door: FrontDoor) -> None:
+    other = Caller("other", "k", ("interactive",))
+    assert read(SECRET, door.auth.grant(other)).tenant == "other"
+    assert read(SECRET, door.auth.grant(CALLER)).tenant == "t"
+
+
+def test_an_expired_grant_is_minted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    auth = Authenticator(TenantDirectory.__new__(TenantDirectory), SECRET, Reply("tokens", 0), 10_000)
+    now = [1_000.0]
+    monkeypatch.setattr("bridge.auth.time.time", lambda: now[0])
+    first = auth.grant(CALLER)
+    now[0] += 4.9
+    assert auth.grant(CALLER) == first
+    now[0] += 0.2
+    assert auth.grant(CALLER) != first
