@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 from schemas.topics import (
     ANSWERS,
+    BATCH,
     CONTROL,
     DEAD_LETTERS,
+    INTERACTIVE,
     LIFECYCLE,
     REGISTRY,
     SCHEMAS,
     TENANTS,
     TOKENS,
     WORKERS,
+    requests_topic,
     tenant_tokens_topic,
 )
 
@@ -24,57 +27,49 @@ ALL_REQUESTS, ALL_WORK, ALL_TENANT_TOKENS, ALL = "requests.*", "work.*", "tokens
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What one kind of process reads, writes, and by which consumer groups. A name that ends in `*` is a prefix."""
+    """What one kind of process reads, writes and creates, and its consumer groups. A name that ends in `*` is a prefix."""
 
     name: str
     why: str
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     groups: tuple[str, ...] = ()
-    creates: bool = False
+    creates: tuple[str, ...] = ()
 
 
 ROLES = (
-    Role("bridge", "the front door", (TOKENS, TENANTS, REGISTRY, WORKERS, SCHEMAS), (ALL_REQUESTS, SCHEMAS)),
+    Role("bridge", "the front door", (TOKENS, TENANTS, REGISTRY, SCHEMAS), (requests_topic(INTERACTIVE), SCHEMAS)),
     Role(
         "admission",
         "judges requests",
-        (ALL_REQUESTS, TENANTS, REGISTRY, WORKERS, SCHEMAS, "headrace-admission*"),
-        (
-            ALL_REQUESTS,
-            ALL_WORK,
-            TOKENS,
-            ALL_TENANT_TOKENS,
-            LIFECYCLE,
-            CONTROL,
-            DEAD_LETTERS,
-            SCHEMAS,
-            "headrace-admission*",
-        ),
-        ("headrace-admission*", "admission*"),
+        (ALL_REQUESTS, TENANTS, REGISTRY, WORKERS, SCHEMAS),
+        (ALL_REQUESTS, ALL_WORK, TOKENS, ALL_TENANT_TOKENS, LIFECYCLE, CONTROL, DEAD_LETTERS, SCHEMAS),
+        ("admission.*",),
     ),
     Role(
         "endings",
         "folds token streams",
-        (TOKENS, ALL_TENANT_TOKENS, LIFECYCLE, REGISTRY, SCHEMAS),
+        (TOKENS, ALL_TENANT_TOKENS, SCHEMAS),
         (TOKENS, ALL_TENANT_TOKENS, LIFECYCLE, ANSWERS, DEAD_LETTERS, SCHEMAS),
-        ("headrace-endings*", "endings*"),
+        ("endings",),
     ),
     Role(
         "worker",
         "serves models",
         (ALL_WORK, TOKENS, ALL_TENANT_TOKENS, CONTROL, REGISTRY, SCHEMAS),
         (TOKENS, ALL_TENANT_TOKENS, WORKERS, DEAD_LETTERS, SCHEMAS),
-        ("headrace-work*", "work*"),
+        ("work.*",),
+        creates=(ALL_WORK,),
     ),
-    Role("operator", "the command line", (ALL,), (TENANTS, REGISTRY, SCHEMAS), creates=True),
+    Role("operator", "the command line", (ALL,), (TENANTS, REGISTRY, SCHEMAS), creates=(ALL,)),
 )
 
 
 def tenant_role(tenant: str) -> Role:
     """A direct producer of one tenant: writes requests, reads its own answers and nobody else's."""
     topic = tenant_tokens_topic(tenant)
-    return Role(f"tenant-{tenant}", "a direct producer", (topic,), ("requests.batch",), (f"{tenant}-*",))
+    writes = (requests_topic(INTERACTIVE), requests_topic(BATCH))
+    return Role(f"tenant-{tenant}", "a direct producer", (topic,), writes, (f"{tenant}.*",))
 
 
 def commands(bootstrap: str, tenants: Iterable[str] = ()) -> Iterator[str]:
@@ -91,9 +86,9 @@ def commands(bootstrap: str, tenants: Iterable[str] = ()) -> Iterator[str]:
             yield f"{start} --operation Read {_resource('group', group)}"
         if role.writes:
             yield f"{start} --operation IdempotentWrite --cluster"
-        if role.creates:
-            yield f"{start} --operation Create --operation Alter --operation AlterConfigs --operation DescribeConfigs --cluster"
-            yield f"{start} --operation Create --operation Alter --operation AlterConfigs --operation DescribeConfigs {_resource('topic', ALL)}"
+        for topic in role.creates:
+            changes = "--operation Create --operation Alter --operation AlterConfigs --operation DescribeConfigs"
+            yield f"{start} {changes} {_resource('topic', topic)}"
 
 
 def _resource(kind: str, name: str) -> str:
