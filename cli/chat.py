@@ -78,6 +78,8 @@ def ask(client: httpx.Client, body: dict[str, Any], answer: Answer) -> Iterator[
                 answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
                 if piece:
                     yield piece
+        else:
+            raise HeadraceError(Reason.UNAVAILABLE, "the front door broke off before the answer's end")
     answer.total_s = time.monotonic() - began
 
 
@@ -92,7 +94,7 @@ def refusal(response: httpx.Response) -> HeadraceError:
     """The front door's refusal, in its own words."""
     try:
         error = response.json()["error"]
-        return HeadraceError(lookup(str(error.get("code"))), f"{response.status_code}: {error['message']}")
+        return HeadraceError(lookup(str(error["code"])), f"{response.status_code}: {error['message']}")
     except (ValueError, KeyError, TypeError):
         return HeadraceError(Reason.UNAVAILABLE, f"the front door answered {response.status_code} with no reason")
 

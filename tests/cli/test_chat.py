@@ -73,6 +73,14 @@ def test_a_stream_that_ends_in_an_error_says_so() -> None:
         list(ask(http, {}, Answer()))
 
 
+def test_a_stream_without_its_end_is_no_answer() -> None:
+    with (
+        client(lambda _: httpx.Response(200, content=events(delta("a")))) as http,
+        pytest.raises(HeadraceError, match="broke off"),
+    ):
+        list(ask(http, {}, Answer()))
+
+
 @pytest.mark.parametrize("content", [b"", b"<html>bad gateway</html>", b"[]", b'{"error": "text"}'])
 def test_an_answer_from_something_else_is_no_traceback(content: bytes) -> None:
     with (
