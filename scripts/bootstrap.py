@@ -28,6 +28,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 BOOTSTRAP = ROOT / ".bootstrap"
+LIBRARIES = ROOT / ".cache" / "lib"
 STAMP = VENV / "headrace-install.json"
 UV_REQUIREMENT = "uv==0.13.9"
 VERSIONS = ((3, 12), (3, 11))
@@ -47,11 +48,12 @@ def fail(text: str) -> NoReturn:
     raise SystemExit(1)
 
 
-def run_quietly(argv: Sequence[str], timeout_s: float | None = None) -> tuple[int, str]:
+def run_quietly(argv: Sequence[str], timeout_s: float | None = None, cwd: Path = ROOT) -> tuple[int, str]:
     """(exit status, output); 127 when the program can't be started at all."""
     try:
         done = subprocess.run(
             argv,
+            cwd=str(cwd),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -228,6 +230,40 @@ def same_filesystem(uv: str) -> bool:
     return os.stat(str(folder)).st_dev == os.stat(str(ROOT)).st_dev
 
 
+# --- the system library that vLLM's CPU kernels need ---------------------------------------------------------------------
+
+
+def ensure_libnuma() -> None:
+    """Makes libnuma.so.1 loadable: from the system, else out of its Debian package into the checkout."""
+    if loads("libnuma.so.1") or (LIBRARIES / "libnuma.so.1").exists():
+        return
+    say("vLLM needs libnuma.so.1, which this machine lacks: taking it out of its Debian package into .cache/")
+    scratch = LIBRARIES / "package"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    if run_quietly(["apt-get", "download", "libnuma1"], cwd=scratch)[0] != 0 and os.geteuid() == 0:
+        run_quietly(["apt-get", "update"])
+        run_quietly(["apt-get", "download", "libnuma1"], cwd=scratch)
+    for package in scratch.glob("libnuma1_*.deb"):
+        run_quietly(["dpkg-deb", "-x", str(package), str(scratch)])
+    for library in scratch.rglob("libnuma.so.1"):
+        shutil.copy(library, LIBRARIES / "libnuma.so.1")
+    shutil.rmtree(scratch)
+    if not (LIBRARIES / "libnuma.so.1").exists():
+        fail(
+            "vLLM needs the system library libnuma.so.1. Install it and try again:\n"
+            "  apt-get install libnuma1  |  dnf install numactl-libs  |  pacman -S numactl  |  zypper install libnuma1"
+        )
+
+
+def loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +275,9 @@ def execute(command: Sequence[str]) -> NoReturn:
     if command[0] != "headrace":  # headrace tells its user what to type, so it must see the user's own PATH
         os.environ["PATH"] = str(VENV / "bin") + os.pathsep + os.environ.get("PATH", "")
     os.environ["VIRTUAL_ENV"] = str(VENV)
+    if (LIBRARIES / "libnuma.so.1").exists():
+        paths = [str(LIBRARIES), os.environ.get("LD_LIBRARY_PATH", "")]
+        os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(path for path in paths if path)
     os.environ.pop("PYTHONHOME", None)
     parent = os.getppid()
     try:
@@ -267,6 +306,8 @@ def main() -> None:
         with open(ROOT / "pyproject.toml") as lock:  # Two makes at once: the second waits for the first.
             fcntl.flock(lock, fcntl.LOCK_EX)
             install(extras)
+            if "cpu" in extras:
+                ensure_libnuma()
     except KeyboardInterrupt:
         fail("stopped; run the same command again to go on")
     if command:

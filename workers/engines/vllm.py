@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,8 @@ class VllmEngine:
         """Loads the model: a minute or so."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if shutil.which(os.environ.get("CXX", "g++")) is None:
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else logprobs would compile C++ on first use, and fail
         try:
             self._llm = await asyncio.to_thread(self._load)
         except HeadraceError:
