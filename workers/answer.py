@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from infra.log import EventProducer, Headers
+from schemas.errors import HeadraceError
 from schemas.events import (
     Attempt,
     ChoiceEnd,
@@ -28,6 +30,8 @@ from schemas.events import (
 )
 from schemas.reasons import Reason
 
+START_LINGER_S = 0.005
+"""How long the start waits for the first tokens, to travel with them."""
 IN_FLIGHT_MAX = 4
 """Sends of one answer that the broker may have yet to confirm."""
 PENDING_TOKENS_MAX = 512
@@ -73,22 +77,48 @@ class Answer:
         self._lock = asyncio.Lock()
         self._writing = asyncio.Event()
         self._begun: GenerationStarted | None = None
+        self._announced = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._announcing: asyncio.Task[None] | None = None
+        self._failure: HeadraceError | None = None
 
     @property
     def totals(self) -> tuple[int, ...]:
         """For each choice, the tokens made so far, sent or not."""
         return tuple(choice.sent + len(choice.ids) for choice in self._choices)
 
-    async def start(self, from_tokens: tuple[int, ...], queue_ms: float) -> None:
-        """Writes that generation starts, or goes on, from these tokens."""
+    def start(self, from_tokens: tuple[int, ...], queue_ms: float) -> None:
+        """Generation starts, or goes on, from these tokens. That is written with the first of the tokens, or soon."""
         work = self._work
-        self._choices = [_Choice(sent=count) for count in from_tokens]
+        flushed_s = 0.0 if work.stream else time.monotonic()
+        self._choices = [_Choice(sent=count, flushed_s=flushed_s) for count in from_tokens]
         self._begun = GenerationStarted(
             work.request_id, work.tenant, work.model, work.version, work.tier, self.attempt, from_tokens, len(work.prompt_token_ids), self._worker_id, queue_ms, work.sampling,
         )  # fmt: skip
+        self._writing.set()
+        self._timer = asyncio.get_running_loop().call_later(START_LINGER_S, self._announce_beside)
+
+    def close(self) -> None:
+        """Nothing more is written by itself."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._announcing is not None:
+            self._announcing.cancel()
+
+    def _announce_beside(self) -> None:
+        self._announcing = asyncio.create_task(self._announce())
+
+    async def _announce(self) -> None:
         async with self._lock:
+            if self._writing.is_set():
+                with suppress(HeadraceError):  # whoever writes next is told
+                    await self._begin()
+
+    async def _begin(self) -> None:
+        """Writes the start, once. The lock is held."""
+        if self._begun is not None and not self._announced:
             await self._send(self._begun)
-            self._writing.set()
+            self._announced = True
 
     async def add(self, index: int, ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprob, ...] | None) -> bool:
         """Takes new tokens of a choice and the text they release. True if they have been sent, or sent off, at once."""
@@ -119,6 +149,8 @@ class Answer:
         """Sends what a choice holds, unless the attempt pauses."""
         choice = self._choices[index]
         async with self._lock:
+            if choice.ids and self._writing.is_set():
+                await self._begin()
             while choice.ids and self._writing.is_set():
                 count = min(len(choice.ids), RECORD_LOGPROB_TOKENS_MAX if choice.logprobs else RECORD_TOKENS_MAX)
                 # The text belongs after the last of its tokens. More of both may come while this is sent.
@@ -184,6 +216,7 @@ class Answer:
                 await self._flush(index)
             async with self._lock:
                 if self._writing.is_set() and not any(choice.ids for choice in self._choices):
+                    await self._begin()
                     await self._send(event)
                     break
         await self._settle(0)
@@ -197,7 +230,8 @@ class Answer:
         async with self._lock:
             if self._writing.is_set():
                 self._writing.clear()
-                await self._send(GenerationReleased(self._work.request_id, self.attempt, self._worker_id))
+                if self._announced:
+                    await self._send(GenerationReleased(self._work.request_id, self.attempt, self._worker_id))
         await self._settle(0)
 
     async def resume(self) -> None:
@@ -205,25 +239,35 @@ class Answer:
         if self._begun is None or self._writing.is_set():
             return
         async with self._lock:
-            await self._send(replace(self._begun, from_tokens=tuple(choice.sent for choice in self._choices)))
+            self._begun = replace(self._begun, from_tokens=tuple(choice.sent for choice in self._choices))
+            self._announced = False
+            with suppress(HeadraceError):  # whoever writes next is told
+                await self._begin()
             self._writing.set()
 
     async def _send(self, event: Event) -> None:
+        if self._failure is not None:
+            raise self._failure
         reply = self._work.reply
-        future = await self._producer.send(
-            reply.topic,
-            event,
-            key=self._work.request_id,
-            partition=reply.partition,
-            headers=self._headers,
-            encoding=reply.encoding,
-        )
+        try:
+            future = await self._producer.send(
+                reply.topic,
+                event,
+                key=self._work.request_id,
+                partition=reply.partition,
+                headers=self._headers,
+                encoding=reply.encoding,
+            )
+        except HeadraceError as error:
+            self._failure = error
+            raise
         self._in_flight.append(future)
 
     def _trim(self) -> None:
-        """Forgets sends that the broker confirmed; raises what one failed with."""
+        """Forgets sends that the broker confirmed; raises what one failed with, and so does every later call."""
         while self._in_flight and self._in_flight[0].done():
-            self._in_flight.popleft().result()
+            self._in_flight[0].result()
+            self._in_flight.popleft()
 
     async def _settle(self, count: int) -> None:
         """Waits until at most so many sends are in flight."""

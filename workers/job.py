@@ -76,6 +76,7 @@ class Job:
         try:
             outcome = await self._run()
         finally:
+            self._answer.close()
             if self._spare_slot:
                 self._give_slot()
         metrics.REQUESTS.labels(*self._labels, outcome).inc()
@@ -93,9 +94,6 @@ class Job:
         """The attempt that it writes."""
         return self._answer.attempt
 
-    def _stopped_by(self) -> Stop | None:
-        return self._stopped
-
     async def pause(self) -> None:
         """See `Answer.pause`."""
         await self._answer.pause()
@@ -109,13 +107,11 @@ class Job:
         self._started_s = time.monotonic()
         if self._stopped is not None:
             return self._stopped.value
-        await self._answer.start(self._plan.totals, self._queue_ms)
+        self._answer.start(self._plan.totals, self._queue_ms)
         if self._plan.action is Action.POISONED:
             return await self._fail(Reason.POISONED, self._plan.detail)
         if self._plan.action is Action.LOST:
             return await self._fail(Reason.WORKER_LOST, f"{Reason.WORKER_LOST.text} {self._plan.detail.capitalize()}.")
-        if (stopped := self._stopped_by()) is not None:
-            return stopped.value
         ends: list[ChoiceEnd | None] = [None] * self.work.sampling.n
         self._task = asyncio.create_task(self._generate(ends))
         try:

@@ -87,6 +87,8 @@ class WorkerLoop:
         self._jobs: set[asyncio.Task[None]] = set()
         self._failed = asyncio.Event()
         self._failure: BaseException | None = None
+        self._resuming: asyncio.Task[None] | None = None
+        self._rebalancing = False
         self._draining = False
         # Attempts of one generation must differ between workers too: a record may be in the log twice.
         self._counter = random.getrandbits(COUNTER_SALT_BITS) << COUNTER_BITS
@@ -198,7 +200,7 @@ class WorkerLoop:
 
     def _fill(self) -> None:
         """Starts what waits while slots are free."""
-        while self._waiting and self._slots.free and not self._draining:
+        while self._waiting and self._slots.free and not self._draining and not self._rebalancing:
             running = Counter(work.scheduled.tenant for work in self._works.values() if work.job is not None)
             index = choose([work.waiting for work in self._waiting], running)
             assert index is not None
@@ -307,8 +309,13 @@ class WorkerLoop:
     # --- the group's owner -------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Releases what runs, before a rebalance."""
-        await asyncio.gather(*(work.job.pause() for work in self._works.values() if work.job is not None))
+        """Releases what runs, before a rebalance, and begins nothing until it is over."""
+        self._rebalancing = True
+        if self._resuming is not None:
+            self._resuming.cancel()
+            await asyncio.wait({self._resuming})
+        # A job whose send failed finds that out itself.
+        await asyncio.gather(*(job.pause() for job in self._running()), return_exceptions=True)
 
     async def assigned(self, lost: list[Held]) -> None:
         """Drops what belongs to partitions that are another's now; goes on with the rest."""
@@ -321,9 +328,17 @@ class WorkerLoop:
                 self._waiting.remove(work)
             if work.job is not None:
                 work.job.stop(Stop.LOST)
-        for work in list(self._works.values()):
-            if work.job is not None:
-                await work.job.resume()
+        # The group waits for this call, so whatever waits for the broker goes on beside it.
+        self._resuming = self._spawn(self._resume(), self._tasks)
+        self._rebalancing = False
+        self._fill()
+
+    async def _resume(self) -> None:
+        for job in self._running():
+            await job.resume()
+
+    def _running(self) -> list[Job]:
+        return [work.job for work in self._works.values() if work.job is not None]
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -332,9 +347,8 @@ class WorkerLoop:
         self._draining = True
         await self._reporter.change(DRAINING)
         await self._await_jobs(self._settings.drain_ms / 1000)
-        for work in self._works.values():
-            if work.job is not None:
-                work.job.stop(Stop.RELEASED)
+        for job in self._running():
+            job.stop(Stop.RELEASED)
         await self._await_jobs(LEAVE_WAIT_S)
 
     async def _await_jobs(self, limit_s: float) -> None:
