@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
-from aiokafka.coordinator.assignors.sticky.sticky_assignor import StickyPartitionAssignor
 from aiokafka.errors import CommitFailedError, IllegalStateError
 
 from decisions import window as rules
 from decisions.window import Window
 from infra.kafka import make_consumer
 from infra.settings import WorkerSettings
+from workers.assignor import new_assignor
 
 log = structlog.get_logger("worker")
 
@@ -70,8 +70,6 @@ class Group:
         self._fresh: set[TopicPartition] = set()
         self.generation = 0
         self.held: dict[TopicPartition, Held] = {}
-        # aiokafka keeps a sticky assignor's memory in its class: one class a consumer.
-        assignor: Any = type("Sticky", (StickyPartitionAssignor,), {"member_assignment": None})
         self._consumer: AIOKafkaConsumer = make_consumer(
             settings.kafka,
             group=group_id,
@@ -79,7 +77,7 @@ class Group:
             heartbeat_interval_ms=min(HEARTBEAT_INTERVAL_MS, settings.session_timeout_ms // 3),
             rebalance_timeout_ms=settings.session_timeout_ms,
             max_poll_interval_ms=POLL_INTERVAL_MAX_MS,
-            partition_assignment_strategy=(assignor,),
+            partition_assignment_strategy=(new_assignor(),),
             client_id=settings.worker_id,
         )
 
