@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,14 +64,17 @@ class Responder:
         self._producer = EventProducer(self.settings, "responder")
         await self._producer.start()
         consumer = make_consumer(self.settings, requests_topic(INTERACTIVE), auto_offset_reset="latest")
-        await consumer.start()
-        for partition in consumer.assignment():
-            await consumer.seek_to_end(partition)
-            await consumer.position(partition)
-        self.ready.set()
-        decoder = EventDecoder(self.settings)
-        tasks: dict[str, asyncio.Task[None]] = {}
-        try:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._producer.stop)
+            await consumer.start()
+            stack.push_async_callback(consumer.stop)
+            for partition in consumer.assignment():
+                await consumer.seek_to_end(partition)
+                await consumer.position(partition)
+            self.ready.set()
+            tasks: dict[str, asyncio.Task[None]] = {}
+            stack.push_async_callback(_end, tasks)
+            decoder = EventDecoder(self.settings)
             async for record in consumer:
                 event = await decoder.decode(record.value)
                 headers = dict(record.headers)
@@ -82,12 +86,6 @@ class Responder:
                     self.cancelled[event.request_id] = grant
                     if event.request_id in tasks:
                         tasks[event.request_id].cancel()
-        finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
-            await consumer.stop()
-            await self._producer.stop()
 
     async def _send(self, grant: Grant, event: Event) -> None:
         await self._producer.send(grant.reply.topic, event, partition=grant.reply.partition)
@@ -131,6 +129,12 @@ class Responder:
         ends = tuple(ChoiceEnd(choice, len(tokens), "stop", text=script.get("tail", "")) for choice in range(n))
         usage = Usage(7, n * len(tokens), 3)
         await self._send(grant, InferenceCompleted(*where, ATTEMPT, ends, usage, Timings(), "w"))
+
+
+async def _end(tasks: dict[str, asyncio.Task[None]]) -> None:
+    for task in tasks.values():
+        task.cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
 def _script(request: InferenceRequested) -> dict[str, Any]:
