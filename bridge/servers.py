@@ -13,16 +13,34 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 ABORT = "headrace.abort"
 KEEP_ALIVE_S = 75
+HEAD_BYTES_MAX = 64 * 1024
 
 
 class Http(HttpToolsProtocol):
-    """Puts a way to cut the connection into each request's scope."""
+    """Puts a way to cut the connection into each request's scope, and bounds a request's head, which uvicorn doesn't."""
+
+    _in_head = False
+    _head_bytes = 0
 
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
         extensions: dict[str, Any] = {ABORT: self.transport.abort}
         self.scope["extensions"] = extensions
+
+    def on_headers_complete(self) -> None:
+        """Its head has ended."""
+        self._in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """More came. What came of a head that goes on counts."""
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self.send_400_response(f"The request's head has more than {HEAD_BYTES_MAX} bytes.")
 
 
 class WebSocket(WebSocketsSansIOProtocol):

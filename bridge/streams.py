@@ -11,6 +11,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 
 from bridge.calls import Leg
 from decisions.stream import Input
+from infra import metrics
 from infra.kafka import make_admin, make_consumer
 from infra.log import EventDecoder
 from infra.settings import KafkaSettings
@@ -112,6 +113,7 @@ class Dispatcher:
         try:
             event = await self._decoder.decode(value)
         except HeadraceError as error:
+            metrics.PASSED_OVER.labels(TOKENS).inc()
             _log.warning(
                 "skipped a record that can't be read",
                 topic=TOKENS,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -106,3 +108,19 @@ async def test_compressed_bodies_are_refused(bridge: RunningBridge) -> None:
     async with bridge.client() as client:
         response = await client.post(CHAT, content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
     assert response.status_code == 400
+
+
+@pytest.mark.parametrize("line", [b"X-A: " + b"a" * 1000 + b"\r\n", b"a" * 1000])
+async def test_a_head_without_end_is_refused(bridge: RunningBridge, line: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", bridge.settings.port)
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nX-B: ")
+    with contextlib.suppress(OSError):
+        for _ in range(300):
+            writer.write(line)
+            await writer.drain()
+    with contextlib.suppress(OSError):
+        answer = await reader.read()
+        assert not answer or answer.startswith(b"HTTP/1.1 400")
+    writer.close()
+    async with bridge.client() as client:
+        assert (await client.post(CHAT, content=sized(1000))).status_code == 200
