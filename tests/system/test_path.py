@@ -186,7 +186,7 @@ def test_the_command_line_chats(stack: RunningStack) -> None:
 
 
 def test_the_command_line_converses(stack: RunningStack) -> None:
-    done = stack.command("chat", "--key", stack.keys["acme"], text="first\nsecond\n")
+    done = stack.command("chat", MODEL, "--key", stack.keys["acme"], text="first\nsecond\n")
     assert done.stdout == "first\nsecond\n"
 
 
