@@ -71,6 +71,11 @@ DEAD_LETTERS = Counter(
     "Records put aside in dead-letters, by the topic they stood in.",
     ("topic", "reason"),
 )
+PASSED_OVER = Counter(
+    "headrace_records_passed_over",  # Shown as headrace_records_passed_over_total.
+    "Records of topics read into memory that this process can't read.",
+    ("topic",),
+)
 LOOP_LAG_SECONDS = Gauge("headrace_loop_lag_seconds", "By how much the event loop's last heartbeat was late.")
 OPEN_REQUESTS_DROPPED = Counter(
     "headrace_open_requests_dropped",  # Shown as headrace_open_requests_dropped_total.

@@ -10,6 +10,7 @@ import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord
 from aiokafka.errors import KafkaError
 
+from infra import metrics
 from infra.kafka import make_consumer
 from infra.log import EventDecoder
 from infra.read import READ_STALL_S, Positions, assign_all, reached
@@ -138,6 +139,7 @@ class View:
 
     def _pass_over(self, record: ConsumerRecord, error: Exception) -> None:
         self.bad_records += 1
+        metrics.PASSED_OVER.labels(self.topic).inc()
         self._log.warning("record passed over", partition=record.partition, offset=record.offset, error=repr(error))
 
     async def _follow(self) -> None:

@@ -7,7 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from infra.broker import EmbeddedKafka
+from tests.system.fixtures_models import busy, single
+from tests.system.fixtures_vllm import llm
 from tests.system.running import RunningStack
+
+__all__ = ["busy", "llm", "single", "stack", "system_broker"]
 
 
 @pytest.fixture(scope="session")

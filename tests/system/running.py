@@ -124,19 +124,35 @@ class RunningStack:
         self._specs[name] = spec
         self.thread.run(self.supervisor.start(spec))
 
-    def await_ready(self, name: str) -> None:
+    def await_ready(self, name: str, wait_s: float = READY_WAIT_S) -> None:
         """Returns when the process says that it is ready."""
-        self.thread.run(self.supervisor.ready(name, READY_WAIT_S), READY_WAIT_S + 5)
+        self.thread.run(self.supervisor.ready(name, wait_s), wait_s + 5)
 
     def stop(self, name: str) -> None:
         """Stops one process in an orderly way; it isn't restarted."""
         self.thread.run(self.supervisor.stop(name))
+
+    def remove(self, name: str) -> None:
+        """Stops one process for good."""
+        self.stop(name)
+        del self.ops_ports[name], self._specs[name]
 
     def restart(self, name: str) -> None:
         """Stops one process in an orderly way and starts it again."""
         self.stop(name)
         self.thread.run(self.supervisor.start(self._specs[name]))
         self.await_ready(name)
+
+    def kill_all(self) -> None:
+        """kill -9 of every process at once; starts them anew and returns when all are ready. None counts as a crash."""
+        for name in self._specs:
+            self.kill(name)
+        for name in self._specs:
+            self.stop(name)
+        for spec in self._specs.values():
+            self.thread.run(self.supervisor.start(spec))
+        for name in self._specs:
+            self.await_ready(name)
 
     def close(self) -> None:
         """Stops everything."""
@@ -166,10 +182,10 @@ class RunningStack:
         assert pid is not None, f"{name} doesn't run"
         os.killpg(pid, number)
 
-    def until_restarted(self, name: str, before: int | None) -> None:
+    def until_restarted(self, name: str, before: int | None, wait_s: float = READY_WAIT_S) -> None:
         """Returns when a process that was killed runs again, and is ready."""
         self.until(lambda: self.pid(name) not in (None, before))
-        self.await_ready(name)
+        self.await_ready(name, wait_s)
 
     @staticmethod
     def until(condition: Callable[[], Any], wait_s: float = CALL_WAIT_S) -> Any:

@@ -1,0 +1,49 @@
+"""More models on the system stack: one with many slots to be hurt under load, and one with a single partition."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from cli.models import register_versions
+from cli.registry import now_ms
+from infra.models_file import ModelEntry
+from tests.system.running import RunningStack
+
+BUSY, SINGLE = "busy", "single"
+SESSION_MS = 6_000
+"""The shortest session that the broker allows."""
+
+
+@contextmanager
+def worker(stack: RunningStack, name: str, model: str) -> Iterator[str]:
+    """A worker process while the block runs; yields its name."""
+    stack.add(name, "worker", model, "1", HEADRACE_WORKER_SESSION_TIMEOUT_MS=str(SESSION_MS))
+    try:
+        stack.await_ready(name)
+        yield name
+    finally:
+        stack.remove(name)
+
+
+def register(stack: RunningStack, entry: ModelEntry) -> None:
+    """Makes a model of the scripted engine known."""
+    stack.thread.run(register_versions(stack.kafka, [entry.registered(None, now_ms())]))
+
+
+@pytest.fixture(scope="module")
+def busy(stack: RunningStack) -> Iterator[str]:
+    """A model with room for many calls at once, and one worker, `busy-a`. Yields the model's name."""
+    register(stack, ModelEntry(BUSY, "1", "scripted", "scripted", 4096, slots=64))
+    with worker(stack, "busy-a", BUSY):
+        yield BUSY
+
+
+@pytest.fixture(scope="module")
+def single(stack: RunningStack) -> Iterator[str]:
+    """A model with one partition, and one worker, `single-a`. Yields the model's name."""
+    register(stack, ModelEntry(SINGLE, "1", "scripted", "scripted", 4096, slots=4, partitions=1))
+    with worker(stack, "single-a", SINGLE):
+        yield SINGLE
