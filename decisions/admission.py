@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from decisions import placement
 from decisions.placement import SeenWorker
@@ -114,9 +114,9 @@ class Case:
     partition: int = 0
     decisions: tuple[Decision, ...] = field(default=())
 
-    def noting(self, check: str, outcome: str = PASSED, detail: str = "") -> Case:
-        """The case with one decision more."""
-        return replace(self, decisions=(*self.decisions, Decision(check, outcome, detail)))
+    def noting(self, check: str, outcome: str = PASSED, detail: str = "", **found: Any) -> Case:
+        """The case with one decision more, and the fields that it settled."""
+        return replace(self, decisions=(*self.decisions, Decision(check, outcome, detail)), **found)
 
     @property
     def routed(self) -> ModelVersionRegistered:
@@ -147,9 +147,8 @@ def refuse(case: Case, check: str, refusal: Refusal) -> Verdict:
 
 def tokenised(case: Case, prompt_token_ids: tuple[int, ...], vocab_size: int) -> Case:
     """The case with its prompt as the model will read it."""
-    return replace(case, prompt_token_ids=prompt_token_ids, vocab_size=vocab_size).noting(
-        "tokenise", PASSED, f"{len(prompt_token_ids)} tokens"
-    )
+    detail = f"{len(prompt_token_ids)} tokens"
+    return case.noting("tokenise", PASSED, detail, prompt_token_ids=prompt_token_ids, vocab_size=vocab_size)
 
 
 # --- the checks ------------------------------------------------------------------------------------------------------
@@ -196,9 +195,7 @@ def check_grant(case: Case, world: World) -> Case | Refusal:
         return refusal
     tenant = world.tenant(case.grant.tenant)
     salt = tenant.cache_salt if tenant is not None else ""
-    return replace(case, cache_salt=salt).noting(
-        "grant", PASSED, f"tenant {case.grant.tenant}, key {case.grant.key_id}"
-    )
+    return case.noting("grant", PASSED, f"tenant {case.grant.tenant}, key {case.grant.key_id}", cache_salt=salt)
 
 
 def grant_refusal(grant: Grant, tier: str, now_ms: int, world: World) -> Refusal | None:
@@ -241,7 +238,7 @@ def check_route(case: Case, world: World) -> Case | Refusal:
         )
     if case.tier not in version.tiers:
         return Refusal(Reason.MODEL_NOT_FOUND, f"The model `{model}` is not served on the tier {case.tier}.", "model")
-    return replace(case, version=version).noting("route", version.version, "stable")
+    return case.noting("route", version.version, "stable", version=version)
 
 
 def check_vocabulary(case: Case, _world: World) -> Case | Refusal:
@@ -265,7 +262,7 @@ def check_context(case: Case, _world: World) -> Case | Refusal:
             _input_param(case.request),
         )
     max_tokens = sampling.max_tokens if sampling.max_tokens is not None else limit - prompt
-    return replace(case, max_tokens=max_tokens).noting("context", PASSED, f"{prompt} + {max_tokens} of {limit} tokens")
+    return case.noting("context", PASSED, f"{prompt} + {max_tokens} of {limit} tokens", max_tokens=max_tokens)
 
 
 def check_deadline(case: Case, _world: World) -> Case | Refusal:
@@ -273,7 +270,7 @@ def check_deadline(case: Case, _world: World) -> Case | Refusal:
     given = case.request.timeout_ms
     timeout_ms = given if given is not None else case.routed.default_timeout_ms
     detail = f"{timeout_ms} ms, {'asked for' if given is not None else 'the default'}"
-    return replace(case, deadline_ms=case.requested_ms + timeout_ms).noting("deadline", PASSED, detail)
+    return case.noting("deadline", PASSED, detail, deadline_ms=case.requested_ms + timeout_ms)
 
 
 def check_place(case: Case, world: World) -> Case | Refusal:
@@ -290,7 +287,7 @@ def check_place(case: Case, world: World) -> Case | Refusal:
     workers = world.workers(version.model, version.version)
     request_id = case.request.request_id
     chosen = placement.place(request_id, topic, partitions, workers, world.ends, case.requested_ms, case.stale_ms)
-    return replace(case, partition=chosen.partition).noting("place", f"{topic}/{chosen.partition}", chosen.detail)
+    return case.noting("place", f"{topic}/{chosen.partition}", chosen.detail, partition=chosen.partition)
 
 
 BEFORE_TOKENISING: tuple[tuple[str, Check], ...] = (

@@ -118,6 +118,7 @@ class Admission:
                 await self._reject(rules.rejected(case, refusal), grant, trace)
 
     async def _decide(self, case: Case) -> rules.Verdict:
+        await self._world.meet_model(case.request.model[: rules.MESSAGE_CHARS_MAX])
         with _timed("before tokenising"):
             case, refusal = rules.judge(case, self._world, BEFORE_TOKENISING)
         if refusal is not None:

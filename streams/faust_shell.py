@@ -30,6 +30,8 @@ STOP_S_MAX = 10.0
 FINISH_S_MAX = 5.0
 COMMIT_INTERVAL_S = 0.5
 BUFFERED_RECORDS_MAX = 1_024
+POLLED_RECORDS_MAX = 500
+TOGETHER_MAX = 64
 REQUEST_TIMEOUT_S = 40.0
 TIMESTAMP_UNITS = 1_000  # Faust turns milliseconds to seconds
 
@@ -160,6 +162,7 @@ class FaustShell:
             broker_session_timeout=self._settings.session_timeout_ms / 1000,
             broker_heartbeat_interval=self._settings.session_timeout_ms / 5000,
             broker_request_timeout=REQUEST_TIMEOUT_S,
+            broker_max_poll_records=POLLED_RECORDS_MAX,
             consumer_auto_offset_reset="earliest",
             stream_buffer_maxsize=BUFFERED_RECORDS_MAX,
             stream_wait_empty=False,
@@ -177,24 +180,34 @@ class FaustShell:
         return app
 
     async def _take(self, stream: Any) -> None:
+        """Take events as they come. Those that came together start together, so that what they write travels together."""
+        waiting = stream.channel.queue
+        came: list[Any] = []
         async for event in stream.noack().events():
             if self._stopping:
                 return
-            message = event.message
-            record = Record(
-                message.topic,
-                message.partition,
-                message.offset,
-                round(message.timestamp * TIMESTAMP_UNITS),
-                message.key,
-                message.value,
-                tuple(dict(message.headers or ()).items()),
-            )
-            await self._slots.acquire()
-            done = self._acks.take((record.topic, record.partition), event.ack)
-            task = asyncio.ensure_future(self._run(record, done))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            came.append(event)
+            if waiting.empty() or len(came) == TOGETHER_MAX:
+                for each in came:
+                    await self._begin(each)
+                came = []
+
+    async def _begin(self, event: Any) -> None:
+        message = event.message
+        record = Record(
+            message.topic,
+            message.partition,
+            message.offset,
+            round(message.timestamp * TIMESTAMP_UNITS),
+            message.key,
+            message.value,
+            tuple(dict(message.headers or ()).items()),
+        )
+        await self._slots.acquire()
+        done = self._acks.take((record.topic, record.partition), event.ack)
+        task = asyncio.ensure_future(self._run(record, done))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _run(self, record: Record, done: Callable[[], None]) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from infra.grants import Grant, read
@@ -15,6 +16,7 @@ from schemas.reasons import Reason
 from schemas.topics import GRANT_HEADER
 from streams.faust_shell import Record
 
+GRANTS_MAX = 4_096
 SALVAGED_BYTES_MAX = 2 * 1024 * 1024
 MODEL_CHARS_MAX = 100
 REKEYED_HEADER = "rekeyed"
@@ -61,7 +63,13 @@ def _grant(record: Record, secret: bytes) -> Grant:
         text = token.decode("ascii")
     except UnicodeDecodeError:
         raise HeadraceError(Reason.INVALID_GRANT, "the grant is no token") from None
-    return read(secret, text)
+    return _verified(secret, text)
+
+
+@lru_cache(maxsize=GRANTS_MAX)
+def _verified(secret: bytes, token: str) -> Grant:
+    """A caller's grant serves many requests; whether it is still in force is judged for each."""
+    return read(secret, token)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ MISSING_S = 1.0
 """How long a topic is believed not to exist."""
 TOPICS_MAX = 10_000
 NEWCOMER_WAIT_S = 2.0
+MODEL_WAIT_S = 0.5
+MODEL_MISSING_S = 5.0
 
 log = structlog.get_logger("streams.world")
 
@@ -84,6 +86,7 @@ class LiveWorld:
         self._tenants = TenantDirectory(settings)
         self._workers = WorkerDirectory(settings)
         self._ends: dict[tuple[str, int], int] = {}
+        self._missing: dict[str, float] = {}
 
     @property
     def failure(self) -> str | None:
@@ -140,6 +143,16 @@ class LiveWorld:
         """The broker told a record's offset, and with it how much others have written."""
         place = topic, partition
         self._ends[place] = max(self._ends.get(place, 0), offset + 1)
+
+    async def meet_model(self, model: str) -> None:
+        """Wait a little for a model that the directory doesn't know; not again soon for one that didn't come."""
+        now_s = time.monotonic()
+        if self.stable(model) is not None or now_s < self._missing.get(model, 0.0):
+            return
+        if not await self.models.until(lambda: self.stable(model) is not None, MODEL_WAIT_S):
+            if len(self._missing) >= TOPICS_MAX:
+                self._missing.clear()
+            self._missing[model] = now_s + MODEL_MISSING_S
 
     async def meet(self, tenant: str, key_id: str) -> None:
         """Wait a little for a tenant or key that the directory doesn't know yet: it may be newer than what was read of it."""

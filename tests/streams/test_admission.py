@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 from aiokafka.partitioner import DefaultPartitioner
 
+from infra.settings import KafkaSettings
 from infra.tracing import new_traceparent, trace_id
 from schemas.codec import encode
 from schemas.events import (
@@ -246,3 +248,26 @@ async def test_an_orderly_stop_repeats_nothing(site: Site, admission: Agent) -> 
     admission.start()
     await is_alive(site)
     assert len(await site.all(site.work, InferenceScheduled)) == len(before) + 1
+
+
+async def test_a_second_admission_comes_and_is_killed_and_nothing_is_lost(
+    site: Site, kafka: KafkaSettings, tmp_path: Path
+) -> None:
+    """Partitions move twice while requests come to all of them (those in a foreign one are sent on)."""
+    second = Agent("admission", kafka, tmp_path, HEADRACE_ADMISSION_SESSION_TIMEOUT_MS="6000")
+
+    async def ask(count: int) -> list[str]:
+        return [await site.ask(send={"partition": i % PARTITIONS}) for i in range(count)]
+
+    rids = await ask(20)
+    starting = asyncio.create_task(asyncio.to_thread(second.start))
+    while not starting.done():
+        rids += await ask(10)
+        await asyncio.sleep(0.2)
+    await starting
+    rids += await ask(20)
+    second.kill()
+    rids += await ask(20)
+    for rid in rids:
+        await site.of(site.work, InferenceScheduled, rid)
+        await site.of(LIFECYCLE, InferenceAdmitted, rid)
