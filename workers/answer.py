@@ -98,6 +98,11 @@ class Answer:
         self._writing.set()
         self._timer = asyncio.get_running_loop().call_later(START_LINGER_S, self._announce_beside)
 
+    async def started(self) -> None:
+        """Returns when the broker has confirmed the start."""
+        await self._announce()
+        await self._settle(0)
+
     def close(self) -> None:
         """Nothing more is written by itself."""
         if self._timer is not None:

@@ -16,6 +16,7 @@ from infra import metrics
 from infra.log import EventProducer, Headers
 from schemas.events import Alternative, Attempt, ChoiceEnd, InferenceScheduled, Timings, TokenLogprob
 from schemas.reasons import Reason
+from schemas.topics import TIERS
 from text.detokenize import Finish, TextFold, TextState, usage
 from text.tokenizer import Tokenizer
 from workers.answer import Answer
@@ -23,8 +24,6 @@ from workers.engines.port import Engine, EngineChunk, EngineDead, EngineError, E
 from workers.slots import Slots
 
 log = structlog.get_logger("worker")
-
-PRIORITIES = {"interactive": 0, "batch": 1, "shadow": 2}
 
 
 class Stop(Enum):
@@ -51,11 +50,14 @@ class Tools:
 class Job:
     """Runs one attempt. `run` is awaited once, by a task of its own; `stop`, `pause` and `resume` come from the worker's loop."""
 
-    def __init__(self, tools: Tools, work: InferenceScheduled, attempt: Attempt, plan: Plan, headers: Headers) -> None:
-        """`plan` says what to go on from; the caller has taken one slot for it."""
+    def __init__(
+        self, tools: Tools, work: InferenceScheduled, attempt: Attempt, plan: Plan, headers: Headers, *, fenced: bool
+    ) -> None:
+        """`plan` says what to go on from, `fenced` that somebody may have begun it before; the caller has taken one slot for it."""
         self._tools = tools
         self.work = work
         self._plan = plan
+        self._fenced = fenced
         self._answer = Answer(tools.producer, work, attempt, tools.worker_id, headers, tools.linger_ms)
         self._text = TextFold.of(tools.tokenizer, work.sampling)
         self._stopped: Stop | None = None
@@ -94,6 +96,10 @@ class Job:
         """The attempt that it writes."""
         return self._answer.attempt
 
+    def _stopped_by(self) -> Stop | None:
+        """What `stop` was told meanwhile."""
+        return self._stopped
+
     async def pause(self) -> None:
         """See `Answer.pause`."""
         await self._answer.pause()
@@ -112,6 +118,11 @@ class Job:
             return await self._fail(Reason.POISONED, self._plan.detail)
         if self._plan.action is Action.LOST:
             return await self._fail(Reason.WORKER_LOST, f"{Reason.WORKER_LOST.text} {self._plan.detail.capitalize()}.")
+        if self._fenced:
+            # It may be what ended its former owner: an attempt that nobody sees begin would never be counted.
+            await self._answer.started()
+        if (stopped := self._stopped_by()) is not None:
+            return stopped.value
         ends: list[ChoiceEnd | None] = [None] * self.work.sampling.n
         self._task = asyncio.create_task(self._generate(ends))
         try:
@@ -235,7 +246,7 @@ class Job:
             budget,
             len(accepted),
             work.cache_salt,
-            PRIORITIES.get(work.tier, len(PRIORITIES)),
+            TIERS.index(work.tier) if work.tier in TIERS else len(TIERS),
         )
 
     def _logprobs(self, ids: tuple[int, ...], scored: tuple[Scored, ...]) -> tuple[TokenLogprob, ...]:

@@ -213,9 +213,8 @@ class WorkerLoop:
     def _begin(self, work: Work) -> None:
         attempt = work.attempt or self._next_attempt(work.held)
         try:
-            job = Job(
-                self._tools, work.scheduled, attempt, work.plan or fresh_plan(work.scheduled), child(work.headers)
-            )
+            plan = work.plan or fresh_plan(work.scheduled)
+            job = Job(self._tools, work.scheduled, attempt, plan, child(work.headers), fenced=work.plan is not None)
         except HeadraceError as error:
             self._spawn(self._refuse(work, error.reason, error.message), self._tasks)
             return

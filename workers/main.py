@@ -16,7 +16,7 @@ from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
 from schemas.reasons import Reason
 from text.tokenizer import Tokenizer, load_tokenizer
-from workers.engines.choice import make_engine, tokenizer_ref
+from workers.engines.choice import make_engine, resolved, tokenizer_ref
 from workers.engines.port import Engine
 from workers.intake import PROCESS
 from workers.loop import WorkerLoop
@@ -90,6 +90,7 @@ async def _serve(
     reporter = Reporter(producer, settings.worker_id, version, settings.report_interval_ms)
     await reporter.change(STARTING)
     ready.phase = f"loading {version.model} {version.version}"
+    version = await asyncio.to_thread(resolved, version, settings.data_dir)
     engine = make_engine(version, settings.slots or version.slots)
     reporting = asyncio.create_task(reporter.run())
     try:

@@ -14,21 +14,26 @@ from typing import Any
 
 import pytest
 
+from decisions.takeover import FAILURES_MAX
 from infra.broker import EmbeddedKafka
 from infra.log import EventProducer, NotDelivered
+from infra.read import read_to_end
 from infra.settings import KafkaSettings
 from infra.topics import ensure_core
+from schemas.codec import Codec
 from schemas.events import (
     GenerationReleased,
     GenerationTakenOver,
     InferenceCompleted,
     InferenceFailed,
+    RecordDeadLettered,
     Reply,
     Sampling,
     TokensGenerated,
 )
-from schemas.topics import TOKENS
+from schemas.topics import DEAD_LETTERS, TOKENS
 from tests.workers.lane import Lane, Read, open_lane
+from workers.engines.scripted import EXIT_STATUS
 
 SLOW: dict[str, Any] = {"tokens": ["Wasser ", "läuft ", "🙂 "], "repeat": 40, "token_ms": 50}
 SLOW_TEXT = "Wasser läuft 🙂 " * 40
@@ -147,18 +152,29 @@ async def test_a_rebalance_disturbs_no_answer(kafka: KafkaSettings) -> None:
 
 
 async def test_a_poisonous_request_is_contained(kafka: KafkaSettings, tmp_path: Path) -> None:
+    """A worker's first attempt may end before anybody saw it begin; from the second on each is counted."""
+    deaths = 0
     async with open_lane(kafka) as lane:
         rid = await lane.ask({"tokens": ["a"], "raise": "exit"})
-        for number in range(3):
-            with process(lane, tmp_path, HEADRACE_WORKER_WORKER_ID=f"{lane.version.model}-{number}") as child:
-                assert await asyncio.to_thread(child.wait, 60) == 3
-        async with lane.worker():
-            (read,) = await lane.until_closed(rid)
-            good = await lane.ask("good")
-            (after,) = await lane.until_closed(good)
+        while (await lane.read(rid)).state.closed is None:
+            with process(lane, tmp_path) as child:
+                while child.poll() is None and (await lane.read(rid)).state.closed is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+                deaths += child.poll() == EXIT_STATUS
+                if child.poll() is None:
+                    (good,) = await lane.until_closed(await lane.ask("good"))
+            assert deaths <= FAILURES_MAX + 1
+        read = await lane.read(rid)
+        letters = [
+            event
+            async for record in read_to_end(kafka, DEAD_LETTERS)
+            if isinstance(event := Codec().decode(record.value), RecordDeadLettered) and event.topic == lane.topic()
+        ]
     assert isinstance(read.ending, InferenceFailed)
     assert read.ending.reason == "poisoned"
-    assert after.text == "good"
+    assert deaths >= FAILURES_MAX
+    assert good.text == "good"
+    assert [letter.reason for letter in letters] == ["poisoned"]
 
 
 @pytest.mark.parametrize("encoding", ["avro", "json"])

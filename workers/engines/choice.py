@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from infra.artifacts import resolve_artifact
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
 from schemas.reasons import Reason
@@ -13,6 +15,15 @@ from workers.engines.port import Engine, EngineConfig
 
 SCRIPTED, VLLM = "scripted", "vllm"
 ENGINES = (VLLM, SCRIPTED)
+
+
+def resolved(version: ModelVersionRegistered, data_dir: Path) -> ModelVersionRegistered:
+    """The version with the folder of its weights on this machine, checked against its manifest. Blocks. Raises ArtifactError."""
+    if version.engine == SCRIPTED:
+        return version
+    folder = str(resolve_artifact(version.artifact, data_dir))
+    tokenizer = version.tokenizer if version.tokenizer not in ("", version.artifact) else folder
+    return replace(version, artifact=folder, tokenizer=tokenizer)
 
 
 def config_of(version: ModelVersionRegistered, slots: int) -> EngineConfig:
@@ -49,7 +60,5 @@ def make_engine(version: ModelVersionRegistered, slots: int) -> Engine:
 
 
 def tokenizer_ref(version: ModelVersionRegistered) -> str:
-    """What `text.tokenizer.load_tokenizer` takes for a version: its own word, else `bytes` or the directory of its weights."""
-    if version.tokenizer:
-        return version.tokenizer
-    return "bytes" if version.engine == SCRIPTED else str(Path(version.artifact))
+    """What `text.tokenizer.load_tokenizer` takes for a resolved version."""
+    return version.tokenizer or "bytes"
