@@ -28,6 +28,7 @@ from streams import faust_transport
 START_S_MAX = 60.0
 STOP_S_MAX = 10.0
 FINISH_S_MAX = 5.0
+WATCH_S = 0.5
 COMMIT_INTERVAL_S = 0.5
 BUFFERED_RECORDS_MAX = 1_024
 POLLED_RECORDS_MAX = 500
@@ -112,6 +113,7 @@ class FaustShell:
         self._tasks: set[asyncio.Task[None]] = set()
         self._app: Any = None
         self._stopping = False
+        self._watching: asyncio.Task[None] | None = None
         self._assigned: set[Partition] | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -136,12 +138,23 @@ class FaustShell:
             raise HeadraceError(
                 Reason.UNAVAILABLE, f"Kafka doesn't answer at {self._settings.kafka.bootstrap}"
             ) from None
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def _watch(self) -> None:
+        """Faust stops by itself when one of its parts crashes, and would say so to nobody."""
+        while not self._app.should_stop:  # noqa: ASYNC110  # the app's own events can't be awaited from outside
+            await asyncio.sleep(WATCH_S)
+        if not self._stopping and not self.failed.done():
+            reason = self._app.crash_reason
+            self.failed.set_exception(HeadraceError(Reason.UNAVAILABLE, f"Faust stopped: {reason!r}"))
 
     async def stop(self) -> None:
         """Stop taking records, finish those that are open, and commit them."""
         if self._app is None:
             return
         self._stopping = True
+        if self._watching is not None:
+            self._watching.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=FINISH_S_MAX)
         with contextlib.suppress(TimeoutError):

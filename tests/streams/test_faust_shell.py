@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infra.kafka import make_admin, make_producer
+from infra.settings import AdmissionSettings, KafkaSettings
+from infra.topics import ensure
+from schemas.errors import HeadraceError
+from schemas.topics import TopicSpec
+from streams.faust_shell import FaustShell, InOrderAcks, Record
+
+WAIT_S = 40.0
+
+
+@given(st.integers(1, 30).flatmap(lambda count: st.permutations(range(count))), st.integers(0, 30))
+def test_nothing_is_acked_before_all_below_it_is_done(order: list[int], stop_at: int) -> None:
+    acks, acked = InOrderAcks(), list[int]()
+    done = [acks.take(("t", 0), lambda number=number: acked.append(number)) for number in range(len(order))]  # type: ignore[misc]
+    finished = set()
+    for number in order[:stop_at]:
+        done[number]()
+        done[number]()
+        finished.add(number)
+        below = next((i for i in range(len(order)) if i not in finished), len(order))
+        assert acked == list(range(below))
+    assert acks.open == len(order) - len(acked)
+
+
+def test_partitions_do_not_wait_for_each_other_and_lost_ones_ack_nothing() -> None:
+    acks, acked = InOrderAcks(), list[str]()
+
+    def ack(name: str) -> Callable[[], None]:
+        return lambda: acked.append(name)
+
+    acks.take(("t", 0), ack("a"))
+    late = acks.take(("t", 0), ack("b"))
+    acks.take(("t", 1), ack("c"))()
+    assert acked == ["c"]
+    acks.drop([("t", 0)])
+    late()
+    again = acks.take(("t", 0), ack("a again"))
+    late()
+    again()
+    assert acked == ["c", "a again"]
+
+
+@pytest.mark.kafka
+async def test_offsets_follow_the_slowest_and_a_crash_of_faust_is_told(kafka: KafkaSettings, tmp_path: Path) -> None:
+    name = f"shell-{secrets.token_hex(4)}"
+    await ensure(kafka, [TopicSpec(name, 1, "none")])
+    producer = make_producer(kafka)
+    await producer.start()
+    for i in range(10):
+        await producer.send_and_wait(name, b"%d" % i, partition=0)
+    await producer.stop()
+    taken: list[int] = []
+    gate = asyncio.Event()
+
+    async def handle(record: Record) -> None:
+        taken.append(record.offset)
+        if record.offset == 4:
+            await gate.wait()
+
+    shell = FaustShell(AdmissionSettings(kafka=kafka, data_dir=tmp_path), name, name, handle, 64)
+    await shell.start()
+    try:
+        await until(lambda: len(taken) == 10)
+        assert shell.not_ready is None
+        await committed(kafka, name, 4)
+        await asyncio.sleep(1.5)
+        await committed(kafka, name, 4)
+        gate.set()
+        await committed(kafka, name, 10)
+        await shell._app.crash(RuntimeError("as a test"))
+        with pytest.raises(HeadraceError, match="as a test"):
+            await asyncio.wait_for(shell.failed, WAIT_S)
+    finally:
+        await shell.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def committed(kafka: KafkaSettings, group: str, offset: int) -> None:
+    """Wait until exactly this offset is the group's."""
+    admin = make_admin(kafka)
+    await admin.start()
+    try:
+        async with asyncio.timeout(WAIT_S):
+            found: list[int] = []
+            while found != [offset]:
+                found = [place.offset for place in (await admin.list_consumer_group_offsets(group)).values()]
+                await asyncio.sleep(0.1)
+    finally:
+        await admin.close()
