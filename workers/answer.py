@@ -124,6 +124,8 @@ class Answer:
         if self._begun is not None and not self._announced:
             await self._send(self._begun)
             self._announced = True
+            if self._timer is not None:
+                self._timer.cancel()
 
     async def add(self, index: int, ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprob, ...] | None) -> bool:
         """Takes new tokens of a choice and the text they release. True if they have been sent, or sent off, at once."""

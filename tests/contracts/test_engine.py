@@ -63,7 +63,9 @@ def vllm(folder: Path) -> tuple[Engine, Tokenizer]:
 
 
 @pytest_asyncio.fixture(
-    loop_scope="module", scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.model)]
+    loop_scope="module",
+    scope="module",
+    params=["scripted", pytest.param("vllm", marks=[pytest.mark.model, pytest.mark.filterwarnings("ignore")])],
 )
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     if request.param == "vllm":

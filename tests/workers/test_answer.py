@@ -105,6 +105,7 @@ def test_any_pace_and_any_pauses_give_the_answer(
         await asyncio.gather(disturb(), *(produce(choice) for choice in range(n)))
         ends = tuple(ChoiceEnd(choice, sum(sizes), "stop") for choice in range(n))
         await made.complete(ends, Usage(2, n * sum(sizes)), Timings())
+        made.close()
         assert all(future.done() for future in broker.open)
         state, ids, texts = folded(broker.events)
         assert state.closed is not None and state.closed.outcome == "completed"
