@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from infra.broker import EmbeddedKafka
 from infra.settings import KafkaSettings
 from infra.topics import ensure_core
+
+# Machines are shared: an example that takes long says nothing of the code.
+hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("shared")
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,9 @@ def test_it_goes_on_from_what_was_accepted() -> None:
 
 def test_what_did_not_count_is_not_gone_on_from() -> None:
     other = Attempt(1, 9)
-    found = plan(started(A), tokens(A, 0, 5), tokens(other, 1, 99), tokens(A, 0, 5), tokens(A, 7, 1), marker(B), tokens(A, 1, 98))
+    found = plan(
+        started(A), tokens(A, 0, 5), tokens(other, 1, 99), tokens(A, 0, 5), tokens(A, 7, 1), marker(B), tokens(A, 1, 98)
+    )
     assert found.accepted == ((5,),)
 
 
@@ -111,7 +113,9 @@ def test_what_cannot_be_continued_exactly_is_lost_once_it_has_tokens(sampling: S
     assert plan(started(A), marker(B), sampling=sampling).action is Action.RUN
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(seed=7, temperature=0.0), Sampling(min_tokens=50), Sampling(top_k=5)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(seed=7, temperature=0.0), Sampling(min_tokens=50), Sampling(top_k=5)]
+)
 def test_the_rest_can_be_continued(sampling: Sampling) -> None:
     assert plan(started(A), tokens(A, 0, 5), marker(B), sampling=sampling).action is Action.RUN
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+
 from decisions.stream import Input, StreamState, fold
 from schemas.events import GenerationStarted, GenerationTakenOver, TokensGenerated
-
 from tests.decisions.takeover_model import Rules, Violation, explore
 
 
