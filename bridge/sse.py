@@ -24,7 +24,8 @@ from schemas.reasons import Reason
 
 SLOW_GRACE_S = 2.0
 """How long a reader that fell too far behind may take to read the reason; then its connection is cut."""
-KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE = b": keep-alive\n"
+"""No blank line follows: after an event with an id the official client would take it for the end of an empty event, and fail."""
 DONE = b"data: [DONE]\n\n"
 
 _log = structlog.get_logger(__name__)

@@ -20,8 +20,8 @@ KAFKA = os.environ.get("HEADRACE_KAFKA", "127.0.0.1:9092").removeprefix("kafka:/
 async def ask(grant: dict, model: str, question: str) -> None:
     made_ms = time.time_ns() // 1_000_000 << 80 | secrets.randbits(80)
     request_id = str(uuid.UUID(int=made_ms & ~(0xF << 76 | 0x3 << 62) | 7 << 76 | 2 << 62))  # a UUIDv7
-    request = {"type": "InferenceRequested", "request_id": request_id, "model": model, "sampling": {"max_tokens": 32}}
-    request["messages"] = [{"role": "user", "content": question}]
+    request = {"type": "InferenceRequested", "request_id": request_id, "model": model}
+    request |= {"messages": [{"role": "user", "content": question}], "sampling": {"max_tokens": 32, "temperature": 0}}
     kafka = {"bootstrap_servers": KAFKA}
     async with AIOKafkaConsumer(**kafka) as consumer, AIOKafkaProducer(**kafka) as producer:
         answers = TopicPartition(grant["topic"], grant["partition"])
