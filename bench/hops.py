@@ -14,20 +14,19 @@ from infra.log import EventDecoder
 from infra.read import Positions, read_to_end
 from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError
-from schemas.events import GenerationStarted, InferenceRequested, InferenceScheduled, TokensGenerated
+from schemas.events import InferenceRequested, InferenceScheduled, TokensGenerated
 from schemas.reasons import Reason
 from schemas.topics import INTERACTIVE, TOKENS, requests_topic
 
 HOPS = (
     "caller → front door → requests",
     "admission: requests → work",
-    "worker: work → started",
-    "engine: started → first tokens",
+    "worker and engine: work → tokens",
     "tokens → front door → caller",
 )
 STAMP_BIAS_MS = 0.5
 ID_CHARS = 36
-_STEPS = (InferenceRequested, InferenceScheduled, GenerationStarted, TokensGenerated)
+_STEPS = (InferenceRequested, InferenceScheduled, TokensGenerated)
 
 
 class Hops:
