@@ -67,7 +67,7 @@ async def test_hops_add_up_to_what_the_caller_saw(kafka: KafkaSettings) -> None:
     means = await hops.mean_ms([sample])
 
     assert len(means) == len(HOPS)
-    assert sum(means) == pytest.approx(sample.ttft_ms)
+    assert sum(means) == pytest.approx(sample.ttft_ms, abs=0.01)  # times since 1970 round
     assert all(mean >= -1 for mean in means)
 
 
