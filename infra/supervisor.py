@@ -213,11 +213,14 @@ class Supervisor:
                 await asyncio.sleep(READY_POLL_S)
 
     async def stop(self, name: str, grace_s: float = STOP_GRACE_S) -> None:
-        """Stops a child and all it started: SIGTERM, then SIGKILL after grace_s. Does nothing if it doesn't run."""
+        """Stops a child, then what it started: SIGTERM to it alone, so that it can end in good order; SIGKILL to all after grace_s.
+
+        Does nothing if it doesn't run.
+        """
         child = self._child(name)
         child.stopping.set()
         if child.state is ChildState.RUNNING and child.process is not None:
-            _signal_group(child.process.pid, signal.SIGTERM)
+            _signal(child.process.pid, signal.SIGTERM)
         if child.watcher is not None:
             try:
                 await asyncio.wait_for(asyncio.shield(child.watcher), grace_s)
@@ -314,7 +317,7 @@ class Supervisor:
                 log.error("given up", child=child.spec.name, message=error.message)
                 return
             if child.stopping.is_set() and child.process is not None:
-                _signal_group(child.process.pid, signal.SIGTERM)
+                _signal(child.process.pid, signal.SIGTERM)
 
     async def _see_out(self, child: _Child) -> None:
         """Waits for the end of a child's process; what it started ends with it."""
@@ -358,6 +361,11 @@ class Supervisor:
             if child.state is ChildState.RUNNING and child.process is not None
         ]
         self._up_file.write([*self._adopted.values(), *running])
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

@@ -31,6 +31,16 @@ print("inner", inner.pid, flush=True)
 time.sleep(600)
 """
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPER
+PARENT = """
+import signal, subprocess, sys
+code = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('inner was told', flush=True)); print('up', flush=True); time.sleep(600)"
+inner = subprocess.Popen([sys.executable, "-c", code])
+def end(*_):
+    print("inner is", "gone" if inner.poll() is not None else "alive", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+inner.wait()
+"""
 SERVER = """
 import http.server, sys, time
 ready_at = time.monotonic() + float(sys.argv[2])
@@ -143,6 +153,17 @@ async def test_stopping_stops_what_the_child_started(running: Supervisor, tmp_pa
     await until(lambda: gone(inner), "the end of the inner process")
     assert status(running, "worker").state is ChildState.STOPPED
     assert status(running, "worker").restarts == 0
+
+
+async def test_a_child_alone_is_told_to_stop_and_decides_for_what_it_started(
+    running: Supervisor, tmp_path: Path
+) -> None:
+    await running.start(python("parent", PARENT))
+    await until(lambda: "up" in log_of(tmp_path, "parent"), "the inner process")
+    await running.stop("parent")
+
+    assert "inner is alive" in log_of(tmp_path, "parent")
+    assert "inner was told" not in log_of(tmp_path, "parent")
 
 
 async def test_a_child_that_ignores_sigterm_is_killed(running: Supervisor, tmp_path: Path) -> None:
