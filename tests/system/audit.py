@@ -134,6 +134,8 @@ async def _ends(settings: KafkaSettings, topics: tuple[str, ...]) -> dict[TopicP
 async def _records(settings: KafkaSettings, topics: tuple[str, ...], since: dict[TopicPartition, int]) -> list[Read]:
     ends = await _ends(settings, topics)
     left = {tp: end for tp, end in ends.items() if end > since.get(tp, 0)}
+    if not left:
+        return []
     consumer, decoder, found = make_consumer(settings), EventDecoder(settings), []
     try:
         await consumer.start()

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from infra.broker import EmbeddedKafka
-from tests.system.fixtures_models import busy, single
+from tests.system.fixtures_models import busy, narrow, single, wide
 from tests.system.fixtures_vllm import llm
 from tests.system.running import RunningStack
 
-__all__ = ["busy", "llm", "single", "stack", "system_broker"]
+__all__ = ["busy", "llm", "narrow", "single", "stack", "system_broker", "wide"]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""More models on the system stack: one with many slots to be hurt under load, and one with a single partition."""
+"""More models on the system stack: with many slots, with a single partition, with a single slot, and with a context of megabytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cli.registry import now_ms
 from infra.models_file import ModelEntry
 from tests.system.running import RunningStack
 
-BUSY, SINGLE = "busy", "single"
+BUSY, SINGLE, NARROW, WIDE = "busy", "single", "narrow", "wide"
 SESSION_MS = 6_000
 """The shortest session that the broker allows."""
 
@@ -47,3 +47,19 @@ def single(stack: RunningStack) -> Iterator[str]:
     register(stack, ModelEntry(SINGLE, "1", "scripted", "scripted", 4096, slots=4, partitions=1))
     with worker(stack, "single-a", SINGLE):
         yield SINGLE
+
+
+@pytest.fixture(scope="module")
+def narrow(stack: RunningStack) -> Iterator[str]:
+    """A model that answers one call at a time. Yields the model's name."""
+    register(stack, ModelEntry(NARROW, "1", "scripted", "scripted", 4096, slots=1, partitions=1))
+    with worker(stack, "narrow", NARROW):
+        yield NARROW
+
+
+@pytest.fixture(scope="module")
+def wide(stack: RunningStack) -> Iterator[str]:
+    """A model whose answers may be larger than any record. Yields the model's name."""
+    register(stack, ModelEntry(WIDE, "1", "scripted", "scripted", 9_000_000, slots=2, partitions=1))
+    with worker(stack, "wide", WIDE):
+        yield WIDE

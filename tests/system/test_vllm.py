@@ -1,0 +1,225 @@
+"""A real model through the whole path: the official client, a WebSocket and the log alone, and a worker that dies in mid-answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import websockets
+
+from infra.directory import WorkerDirectory
+from tests.system.audit import Audit
+from tests.system.fixtures_vllm import BOOT_S_MAX, CONTEXT, LLM
+from tests.system.running import ROOT, RunningStack
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
+FRANCE = "What is the capital of France?"
+STORY = "Tell me a long story about a river, a mill and a wheel."
+VOCAB_SIZE = 49_152
+
+
+def ask(stack: RunningStack, content: str, **options: Any) -> Any:
+    messages: list[Any] = [{"role": "user", "content": content}]
+    return stack.client().chat.completions.create(model=LLM, messages=messages, **({"temperature": 0} | options))
+
+
+def text_of(chunks: Sequence[Any]) -> str:
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+
+
+@pytest.fixture(scope="module")
+def story(stack: RunningStack, llm: str) -> str:
+    """An undisturbed greedy answer."""
+    text: str = ask(stack, STORY, max_tokens=48).choices[0].message.content
+    return text
+
+
+def test_france_is_answered_the_same_whole_and_streamed(stack: RunningStack, llm: str) -> None:
+    whole = ask(stack, FRANCE, max_tokens=32)
+    assert "Paris" in whole.choices[0].message.content
+    assert whole.choices[0].finish_reason == "stop"
+    chunks = list(ask(stack, FRANCE, max_tokens=32, stream=True, stream_options={"include_usage": True}))
+    assert text_of(chunks) == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert len(chunks) > 5
+
+
+async def test_the_asynchronous_client_streams_several_at_once(stack: RunningStack, llm: str, story: str) -> None:
+    async def one(client: openai.AsyncOpenAI) -> str:
+        messages: list[Any] = [{"role": "user", "content": STORY}]
+        stream = await client.chat.completions.create(
+            model=LLM, messages=messages, stream=True, temperature=0, max_tokens=48
+        )
+        return text_of([chunk async for chunk in stream])
+
+    async with stack.async_client() as client:
+        assert await asyncio.gather(*(one(client) for _ in range(6))) == [story] * 6  # more than there are slots
+
+
+def test_several_choices_differ_and_add_up(stack: RunningStack, llm: str) -> None:
+    answer = ask(stack, STORY, n=2, temperature=1, max_tokens=16)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].message.content != answer.choices[1].message.content
+    assert answer.usage.completion_tokens == 32
+
+
+def test_logprobs_are_those_of_the_tokens(stack: RunningStack, llm: str) -> None:
+    choice = ask(stack, FRANCE, logprobs=True, top_logprobs=3, max_tokens=6).choices[0]
+    tokens = choice.logprobs.content
+    assert "".join(token.token for token in tokens) == choice.message.content
+    assert len(tokens) == 6
+    for token in tokens:
+        assert token.top_logprobs[0].token == token.token  # greedy
+        likelihoods = [other.logprob for other in token.top_logprobs]
+        assert likelihoods == sorted(likelihoods, reverse=True)
+        assert sum(map(math.exp, likelihoods)) <= 1.001
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stop_string_ends_the_answer_before_it(stack: RunningStack, llm: str, stream: bool) -> None:
+    whole = ask(stack, FRANCE, max_tokens=32).choices[0].message.content
+    at = whole.index("Paris")
+    answer = ask(stack, FRANCE, max_tokens=32, stop=["aris", "never"], stream=stream)
+    text = text_of(list(answer)) if stream else answer.choices[0].message.content
+    assert text == whole[: at + 1]
+
+
+def test_the_same_seed_gives_the_same_answer(stack: RunningStack, llm: str) -> None:
+    texts = [
+        ask(stack, STORY, temperature=1.2, seed=seed, max_tokens=16).choices[0].message.content for seed in (7, 7, 8)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_lengths_and_usage(stack: RunningStack, llm: str) -> None:
+    answer = ask(stack, STORY, max_tokens=5)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 5
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 5
+    completion = stack.client().completions.create(model=LLM, prompt=[1, 2, 3], max_tokens=4, temperature=0)
+    assert (completion.usage.prompt_tokens, completion.usage.completion_tokens) == (3, 4)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_one_token_too_many_is_refused_and_one_less_is_answered(stack: RunningStack, llm: str, stream: bool) -> None:
+    client = stack.client()
+    fits = client.completions.create(model=LLM, prompt=[5] * (CONTEXT - 1), max_tokens=1)
+    assert fits.usage.completion_tokens == 1
+    for prompt, max_tokens in (([5] * CONTEXT, 1), ([5] * (CONTEXT + 1), None), ([5] * (CONTEXT - 8), 9)):
+        options: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model=LLM, prompt=prompt, stream=stream, **options)
+        assert refused.value.code == "context_length_exceeded"
+
+
+def test_ids_out_of_range_are_refused_beside_a_greedy_neighbour(stack: RunningStack, llm: str, story: str) -> None:
+    bad: list[tuple[str, dict[str, Any]]] = [
+        ("logit_bias", {"logit_bias": {"99999999": 5}}),
+        ("logit_bias", {"logit_bias": {"-1": 5}}),
+        ("logit_bias", {"logit_bias": {str(VOCAB_SIZE): 5}}),
+        ("stop_token_ids", {"extra_body": {"stop_token_ids": [2147483647]}}),
+        ("stop_token_ids", {"extra_body": {"stop_token_ids": [-3]}}),
+    ]
+    with ThreadPoolExecutor(1) as pool:
+        neighbour = pool.submit(ask, stack, STORY, max_tokens=48)
+        for name, options in bad:
+            with pytest.raises(openai.BadRequestError) as refused:
+                ask(stack, FRANCE, max_tokens=4, **options)
+            assert (refused.value.param or "").startswith(name)
+        for ids in ([-3], [VOCAB_SIZE], [1, 2147483647]):
+            with pytest.raises(openai.BadRequestError) as refused:
+                stack.client().completions.create(model=LLM, prompt=ids, max_tokens=4)
+            assert (refused.value.param or "").startswith("prompt")
+        assert neighbour.result().choices[0].message.content == story
+    last = ask(stack, FRANCE, max_tokens=4, logit_bias={str(VOCAB_SIZE - 1): 5})
+    assert last.usage.completion_tokens == 4
+
+
+def test_a_closed_socket_stops_the_engine(stack: RunningStack, llm: str) -> None:
+    body = {"model": LLM, "stream": True, "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+    with stack.http() as client:
+        asked = {**body, "messages": [{"role": "user", "content": STORY}]}
+        with client.stream("POST", "/v1/chat/completions", json=asked) as response:
+            lines = response.iter_lines()
+            for _ in range(9):
+                next(lines)
+            assert stack.until(lambda: running(stack) == 1)
+    closed_s = time.monotonic()
+    stack.until(lambda: running(stack) == 0)
+    assert time.monotonic() - closed_s < 10  # the 900 tokens take far longer; reports come once a second
+    assert "Paris" in ask(stack, FRANCE, max_tokens=16).choices[0].message.content
+
+
+def running(stack: RunningStack) -> int:
+    """What the worker says that its engine runs."""
+
+    async def look() -> int:
+        directory = WorkerDirectory(stack.kafka)
+        await directory.start()
+        try:
+            return max((seen for seen in directory.serving(LLM, "1")), key=lambda seen: seen.seen_ms).report.running
+        finally:
+            await directory.stop()
+
+    return stack.thread.run(look())
+
+
+async def test_a_websocket(stack: RunningStack, llm: str, story: str) -> None:
+    url = stack.base_url.replace("http", "ws") + "/v1/stream"
+    headers = {"Authorization": f"Bearer {stack.keys['acme']}"}
+    body = {"model": LLM, "messages": [{"role": "user", "content": STORY}], "temperature": 0, "max_tokens": 48}
+    text = ""
+    async with websockets.connect(url, additional_headers=headers, proxy=None) as socket:
+        await socket.send(json.dumps({"type": "request", "id": "1", "endpoint": "chat.completions", "body": body}))
+        while (message := json.loads(await asyncio.wait_for(socket.recv(), 60)))["type"] != "done":
+            assert message["type"] != "error", message
+            for choice in message.get("data", {}).get("choices", ()):
+                text += choice["delta"].get("content") or ""
+    assert text == story
+
+
+def test_the_log_alone(stack: RunningStack, llm: str, tmp_path: Path) -> None:
+    grant = tmp_path / "grant.json"
+    grant.write_text(stack.command("tenants", "grant", "acme", "--json").stdout)
+    done = stack.run([sys.executable, str(ROOT / "docs/direct.py"), str(grant), LLM, FRANCE])
+    assert "Paris" in done.stdout
+    assert "[InferenceCompleted" in done.stdout
+
+
+def test_a_worker_killed_in_mid_answer_costs_a_pause_and_no_token(stack: RunningStack, llm: str, story: str) -> None:
+    france = ask(stack, f"{FRANCE} {STORY}", max_tokens=48).choices[0].message.content
+    audit = Audit(stack)
+    before = stack.pid("llm")
+    with ThreadPoolExecutor(2) as pool:
+        seen = [0, 0]
+
+        def stream(number: int, content: str) -> str:
+            client = stack.client().with_options(timeout=BOOT_S_MAX)
+            messages: list[Any] = [{"role": "user", "content": content}]
+            text = ""
+            for chunk in client.chat.completions.create(
+                model=LLM, messages=messages, stream=True, temperature=0, max_tokens=48
+            ):
+                text += text_of([chunk])
+                seen[number] += 1
+            return text
+
+        answers = [pool.submit(stream, 0, STORY), pool.submit(stream, 1, f"{FRANCE} {STORY}")]
+        stack.until(lambda: min(seen) >= 6)
+        stack.kill("llm")
+        assert max(seen) < 44, "the answers were nearly whole: nothing was proved"
+        assert [answer.result() for answer in answers] == [story, france]
+    stories = audit.settled(scripted=False)
+    assert sorted(len(story.attempts) for story in stories.values()) == [2, 2]
+    stack.until_restarted("llm", before, BOOT_S_MAX)
+    assert httpx.get(f"http://127.0.0.1:{stack.ops_ports['llm']}/readyz", trust_env=False).status_code == 200
