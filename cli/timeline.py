@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cli.records import Read, plain
-from decisions.stream import NEW, StreamState, fold
+from decisions.stream import NEW, Input, StreamState, fold
 from schemas.codec import to_json
 from schemas.events import (
     Decision,
@@ -28,15 +28,6 @@ from schemas.events import (
 from schemas.topics import CONTROL, LIFECYCLE, TOKENS
 
 TEXT_SHOWN = 60
-_FOLDED = (
-    GenerationStarted
-    | TokensGenerated
-    | GenerationTakenOver
-    | GenerationReleased
-    | InferenceCompleted
-    | InferenceFailed
-    | InferenceRejected
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +108,7 @@ def _fold(records: Iterable[Read]) -> tuple[dict[tuple[str, int, int], bool], St
     """Which records of the token stream counted, in the order of their partition."""
     state, counted = NEW, {}
     for item in sorted((r for r in records if is_tokens(r.topic)), key=_place):
-        if isinstance(item.event, _FOLDED):
+        if isinstance(item.event, Input):
             state, counted[_place(item)] = fold(state, item.event)
     return counted, state
 

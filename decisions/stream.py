@@ -1,6 +1,6 @@
 """The token stream is a fold: one pure function over a request's events, in the order of their partition.
 
-Every reader (bridge, batch collector, endings, a worker taking over) applies it, so all agree on which tokens count and how the request
+Every reader (bridge, endings, a worker taking over) applies it, so all agree on which tokens count and how the request
 ended, whatever former owners still write. An attempt is ordered: (generation of the owner's consumer group, counter).
 """
 
@@ -98,7 +98,9 @@ def _started(state: StreamState, event: GenerationStarted) -> tuple[StreamState,
     accepted = state.accepted or (0,) * len(event.from_tokens)
     if len(event.from_tokens) != len(accepted):
         return state, False
-    return replace(state, attempt=event.attempt, started=True, accepted=accepted, tenant=state.tenant or event.tenant), True
+    return replace(
+        state, attempt=event.attempt, started=True, accepted=accepted, tenant=state.tenant or event.tenant
+    ), True
 
 
 def _taken_over(state: StreamState, event: GenerationTakenOver) -> tuple[StreamState, bool]:
@@ -106,7 +108,9 @@ def _taken_over(state: StreamState, event: GenerationTakenOver) -> tuple[StreamS
     if state.attempt is not None and event.attempt <= state.attempt:
         return state, False
     failures = state.failures + state.started
-    return replace(state, attempt=event.attempt, started=False, failures=failures, tenant=state.tenant or event.tenant), True
+    return replace(
+        state, attempt=event.attempt, started=False, failures=failures, tenant=state.tenant or event.tenant
+    ), True
 
 
 def _released(state: StreamState, event: GenerationReleased) -> tuple[StreamState, bool]:

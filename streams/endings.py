@@ -12,12 +12,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
+from decisions.stream import Input
 from infra import metrics
 from infra.dead_letters import dead_letter
 from infra.kafka import make_consumer
@@ -26,7 +28,7 @@ from infra.settings import EndingsSettings
 from infra.telemetry import OpsServer
 from infra.tracing import child
 from schemas.errors import Undecodable
-from schemas.events import Event, InferenceAnswered, InferenceCompleted, InferenceFailed, InferenceRejected, StreamEvent
+from schemas.events import Event, InferenceAnswered, InferenceCompleted, InferenceFailed
 from schemas.reasons import Reason
 from schemas.topics import ANSWERS, LIFECYCLE, TOKENS_PATTERN
 from streams.fold_table import FoldTable, Output
@@ -49,14 +51,12 @@ CONTENT_BYTES_TOTAL_MAX = 512 * 1024 * 1024
 """Answers held in memory over all partitions; beyond it the oldest are let go and end as too large."""
 
 log = structlog.get_logger("streams.endings")
-_FOLDED = (*StreamEvent.__args__, InferenceRejected)
 
 
 class Writes:
     """Records on their way. What they are for may be committed once `settled` has returned."""
 
-    def __init__(self, producer: EventProducer) -> None:
-        self._producer = producer
+    def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -98,7 +98,7 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         self._decoder = decoder
         self._tables: dict[TopicPartition, FoldTable] = {}
         self._committed: dict[TopicPartition, int] = {}
-        self.writes = Writes(producer)
+        self.writes = Writes()
         self.assigned = False
 
     # --- partitions come and go --------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         """Without a pause: once a record counts as passed, the writes that it causes are known."""
         if fault is not None:
             self._bury(table, record, fault.reason, fault.message)
-        elif isinstance(event, _FOLDED):
+        elif isinstance(event, Input):
             for output in table.apply(record.offset, record.timestamp, event):
                 self.writes.begin(self._write(output, record))
         else:
@@ -221,17 +221,8 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
 
 def without_content(answer: InferenceAnswered) -> InferenceAnswered:
     """An answer that no record takes, as one that says so."""
-    return InferenceAnswered(
-        request_id=answer.request_id,
-        tenant=answer.tenant,
-        model=answer.model,
-        version=answer.version,
-        tier=answer.tier,
-        choices=(),
-        usage=answer.usage,
-        error_reason=Reason.ANSWER_TOO_LARGE.value,
-        error_message=Reason.ANSWER_TOO_LARGE.text,
-    )
+    too_large = Reason.ANSWER_TOO_LARGE
+    return replace(answer, choices=(), error_reason=too_large.value, error_message=too_large.text)
 
 
 def _count(output: Event) -> None:

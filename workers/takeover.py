@@ -20,7 +20,7 @@ from infra.kafka import make_consumer
 from infra.log import EventDecoder, EventProducer
 from infra.settings import WorkerSettings
 from schemas.errors import HeadraceError, Undecodable
-from schemas.events import GenerationTakenOver, InferenceRejected, StreamEvent
+from schemas.events import GenerationTakenOver
 from schemas.reasons import Reason
 from workers.work import RequestKey, Work, tell
 
@@ -30,7 +30,6 @@ CLOCK_SKEW_MS = 2_000
 """By how much the clocks of two brokers may differ: reading begins this much before the oldest record's time."""
 READ_WAIT_MS = 500
 READ_RECORDS_MAX = 1_000
-_FOLDED: tuple[type[Any], ...] = (*StreamEvent.__args__, InferenceRejected)
 
 
 class TakeOver:
@@ -140,7 +139,5 @@ class TakeOver:
             event = await self._decoder.decode(record.value)
         except Undecodable:
             return
-        if isinstance(event, _FOLDED):
-            told: Input = event
-            if (reading := wanted.get((tp, told.request_id))) is not None:
-                reading.apply(told)
+        if isinstance(event, Input) and (reading := wanted.get((tp, event.request_id))) is not None:
+            reading.apply(event)
