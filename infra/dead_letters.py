@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from infra import metrics
@@ -56,15 +57,5 @@ def _text(text: str) -> str:
 
 def _cut(event: RecordDeadLettered) -> RecordDeadLettered:
     value = event.value or b""
-    return RecordDeadLettered(
-        topic=event.topic,
-        partition=event.partition,
-        offset=event.offset,
-        timestamp_ms=event.timestamp_ms,
-        key=event.key,
-        value=value[:CUT_VALUE_BYTES],
-        headers=event.headers,
-        reason=event.reason,
-        message=f"{event.message} (the first {CUT_VALUE_BYTES} of {len(value)} bytes are kept)",
-        process=event.process,
-    )
+    message = f"{event.message} (the first {CUT_VALUE_BYTES} of {len(value)} bytes are kept)"
+    return replace(event, value=value[:CUT_VALUE_BYTES], message=message)
