@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cli.context import table
 from schemas.codec import to_json
 from schemas.errors import HeadraceError, Undecodable
 from schemas.events import Event
@@ -17,7 +16,6 @@ from schemas.topics import GRANT_HEADER
 if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer
     from aiokafka.structs import ConsumerRecord, TopicPartition
-    from rich.table import Table
 
     from infra.log import EventDecoder
     from infra.settings import KafkaSettings
@@ -186,8 +184,3 @@ def _short(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
     text = text.replace("\n", "\\n")
     return text if len(text) <= 120 else f"{text[:100]}… ({len(text)} characters)"
-
-
-def record_table(title: str | None = None) -> Table:
-    """An empty table of records."""
-    return table("topic", ">partition", ">offset", "event", ">+ms", "what it says", title=title)

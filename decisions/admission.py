@@ -82,13 +82,12 @@ class World(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request isn't let in. Without `reachable` the caller can't be told: the grant names no place he may hear at."""
+    """Why a request isn't let in."""
 
     reason: Reason
     message: str
     param: str | None = None
     retry_after_ms: int | None = None
-    reachable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,29 +162,25 @@ def check_reply(case: Case, world: World) -> Case | Refusal:
 
 
 def reply_refusal(grant: Grant, world: World) -> Refusal | None:
-    """Why nothing may be written to the grant's reply partition, or None."""
+    """Why nothing may be written to the grant's reply partition, or None. Such a refusal can't be told to the caller."""
     reply = grant.reply
     if reply.topic not in (TOKENS, f"{TOKENS}.{grant.tenant}"):
         return Refusal(
             Reason.PERMISSION_DENIED,
             f"a grant of this tenant replies to {TOKENS} or {TOKENS}.{grant.tenant}",
             "grant",
-            reachable=False,
         )
     if reply.encoding not in ENCODINGS:
         return Refusal(
             Reason.INVALID_GRANT,
             f"the grant's reply encoding must be one of {', '.join(ENCODINGS)}",
             "grant",
-            reachable=False,
         )
     partitions = world.partitions(reply.topic)
     if partitions is None:
-        return Refusal(Reason.NOT_FOUND, f"the reply topic {reply.topic} doesn't exist", "grant", reachable=False)
+        return Refusal(Reason.NOT_FOUND, f"the reply topic {reply.topic} doesn't exist", "grant")
     if not 0 <= reply.partition < partitions:
-        return Refusal(
-            Reason.INVALID_GRANT, f"{reply.topic} has no partition {reply.partition}", "grant", reachable=False
-        )
+        return Refusal(Reason.INVALID_GRANT, f"{reply.topic} has no partition {reply.partition}", "grant")
     return None
 
 

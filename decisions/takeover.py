@@ -11,10 +11,8 @@ from enum import Enum
 from decisions.stream import NEW, Input, StreamState, fold
 from schemas.events import Attempt, Sampling, TokensGenerated
 
-FAILURES_ALONE = 1
-"""After this many attempts that started and neither ended nor were released, a request is suspect: it should run alone on its worker."""
 FAILURES_MAX = 3
-"""The attempt that makes it this many ends the request as poisoned."""
+"""After this many attempts that started and neither ended nor were released, a request is poisoned."""
 
 
 class Action(Enum):

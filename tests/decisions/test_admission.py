@@ -17,6 +17,7 @@ from decisions.admission import (
     judge,
     refuse,
     rejected,
+    reply_refusal,
     tokenised,
 )
 from schemas.events import ApiKey, Decision, InferenceCancelled, Position, Reply, Sampling
@@ -92,13 +93,16 @@ def test_every_choice_is_reserved() -> None:
     ],
 )
 def test_a_reply_that_may_not_be_written_reaches_nobody(reply: Reply, reason: Reason) -> None:
-    refusal = refused(case(grant=FakeGrant(reply=reply)))
-    assert (refusal.reason, refusal.reachable) == (reason, False)
+    refusal = reply_refusal(FakeGrant(reply=reply), FakeWorld())
+    assert refusal is not None
+    assert refusal == refused(case(grant=FakeGrant(reply=reply)))
+    assert refusal.reason is reason
 
 
 def test_a_reply_topic_that_does_not_exist_reaches_nobody() -> None:
-    refusal = refused(case(grant=FakeGrant(reply=Reply("tokens.acme", 0))), FakeWorld(topics={"tokens": 8}))
-    assert (refusal.reason, refusal.reachable) == (Reason.NOT_FOUND, False)
+    refusal = reply_refusal(FakeGrant(reply=Reply("tokens.acme", 0)), FakeWorld(topics={"tokens": 8}))
+    assert refusal is not None
+    assert refusal.reason is Reason.NOT_FOUND
 
 
 def test_a_tenant_may_hear_on_its_own_topic_in_json() -> None:

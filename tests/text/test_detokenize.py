@@ -14,7 +14,7 @@ from schemas.events import Sampling, Usage
 from schemas.reasons import Reason
 from tests.text.tokenizers_made import PieceTokenizer
 from text.detokenize import Finish, TextFold, TextState, usage
-from text.limits import MAX_STOP_CHARS, MAX_STOPS, check_token_ids
+from text.limits import MAX_STOP_CHARS, MAX_STOPS
 from text.tokenizer import ByteTokenizer
 
 EOS = b"</s>"
@@ -313,11 +313,3 @@ class TestProperties:
 
 def test_usage_counts_the_prompt_once() -> None:
     assert usage(7, [3, 4], cached_tokens=2) == Usage(prompt_tokens=7, completion_tokens=7, cached_tokens=2)
-
-
-@pytest.mark.parametrize("bad", [-3, 257, 2_147_483_647])
-def test_token_ids_outside_the_vocabulary_are_refused(bad: int) -> None:
-    check_token_ids([0, 256], ByteTokenizer.vocab_size, param="sampling.stop_token_ids")
-    with pytest.raises(HeadraceError) as caught:
-        check_token_ids([0, bad], ByteTokenizer.vocab_size, param="sampling.stop_token_ids")
-    assert caught.value.param == "sampling.stop_token_ids[1]"
