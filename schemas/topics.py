@@ -92,7 +92,7 @@ def check_word(param: str, word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PartitionCounts:
-    """How many partitions each kind of topic has. `requests` counts for `lifecycle` too: they share tables, so they share the count."""
+    """How many partitions each kind of topic has. `requests` counts for `lifecycle` too: both are keyed by tenant."""
 
     requests: int = 4
     tokens: int = 8
@@ -106,7 +106,7 @@ def core_topics(counts: PartitionCounts = PartitionCounts()) -> tuple[TopicSpec,
         TopicSpec(TOKENS, counts.tokens, "request id; the partition is the grant's", 2 * HOUR_MS),
         TopicSpec(ANSWERS, counts.answers, "request id", 7 * DAY_MS),
         TopicSpec(LIFECYCLE, counts.requests, "tenant", 30 * DAY_MS),
-        TopicSpec(CONTROL, 1, "request or worker id", HOUR_MS),
+        TopicSpec(CONTROL, 1, "request id", HOUR_MS),
         TopicSpec(WORKERS, 1, "worker id", compacted=True),
         TopicSpec(TENANTS, 1, "tenant", compacted=True),
         TopicSpec(REGISTRY, 1, "model"),

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from decisions.validation import MODEL_CHARS_MAX
 from infra.grants import Grant, read
 from infra.log import EventDecoder
 from schemas.errors import HeadraceError, InvalidField, Undecodable
 from schemas.events import Event
 from schemas.ids import is_request_id
 from schemas.reasons import Reason
-from schemas.topics import GRANT_HEADER
+from schemas.topics import GRANT_HEADER, RECORD_MAX_BYTES
 from streams.faust_shell import Record
 
 GRANTS_MAX = 4_096
-SALVAGED_BYTES_MAX = 2 * 1024 * 1024
-MODEL_CHARS_MAX = 100
 REKEYED_HEADER = "rekeyed"
 
 
@@ -91,7 +90,7 @@ def salvage(record: Record, fault: HeadraceError) -> Salvage:
 
 
 def _object(value: bytes | None) -> dict[str, Any]:
-    if not value or value[:1] != b"{" or len(value) > SALVAGED_BYTES_MAX:
+    if not value or value[:1] != b"{" or len(value) > RECORD_MAX_BYTES:
         return {}
     try:
         found = json.loads(value)
