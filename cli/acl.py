@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -38,7 +39,12 @@ class Role:
 
 
 ROLES = (
-    Role("bridge", "the front door", (TOKENS, TENANTS, REGISTRY, SCHEMAS), (requests_topic(INTERACTIVE), SCHEMAS)),
+    Role(
+        "bridge",
+        "the front door",
+        (TOKENS, ALL_TENANT_TOKENS, TENANTS, REGISTRY, SCHEMAS, LIFECYCLE, ANSWERS),
+        (requests_topic(INTERACTIVE), SCHEMAS),
+    ),
     Role(
         "admission",
         "judges requests",
@@ -72,12 +78,16 @@ def tenant_role(tenant: str) -> Role:
     return Role(f"tenant-{tenant}", "a direct producer", (topic,), writes, (f"{tenant}.*",))
 
 
-def commands(bootstrap: str, tenants: Iterable[str] = ()) -> Iterator[str]:
-    """The lines of a shell script. What may not be written isn't listed: the cluster must deny by default."""
+def commands(bootstrap: str, tenants: Iterable[str] = (), command_config: str | None = None) -> Iterator[str]:
+    """The lines of a shell script. What may not be written isn't listed: the cluster must deny by default.
+
+    `command_config` is the tool's properties file, which says how an administrator signs in.
+    """
+    sign_in = f" --command-config {shlex.quote(command_config)}" if command_config else ""
     yield "# The broker must deny what no rule allows: allow.everyone.if.no.acl.found=false"
     for role in (*ROLES, *map(tenant_role, tenants)):
         yield f"# {role.name}: {role.why}"
-        start = f"{TOOL} --bootstrap-server {bootstrap} --add --allow-principal User:headrace-{role.name}"
+        start = f"{TOOL} --bootstrap-server {bootstrap}{sign_in} --add --allow-principal User:headrace-{role.name}"
         for topic in role.reads:
             yield f"{start} --operation Read --operation Describe {_resource('topic', topic)}"
         for topic in role.writes:

@@ -113,8 +113,15 @@ def describe(error: Exception) -> str:
 def _kafka_problem(error: Exception) -> str:
     from cli.context import kafka_settings
 
-    where = kafka_settings().bootstrap
+    settings = kafka_settings()
+    where = settings.bootstrap
     if type(error).__name__ in _UNREACHABLE:
+        import asyncio
+
+        from infra.kafka import refusal
+
+        if (why := asyncio.run(refusal(settings))) is not None:
+            return f"Kafka at {where} {why}"
         return f"Kafka at {where} can't be reached; start one with `headrace up`, or name another with HEADRACE_KAFKA"
     return f"Kafka at {where} refused: {str(error) or type(error).__name__}"
 

@@ -83,5 +83,5 @@ def worker(model: str, version: str, worker_id: str | None, slots: int | None, o
     from infra.settings import WorkerSettings
     from workers.main import run
 
-    given = {"model": model, "version": version, "worker_id": worker_id, "slots": slots, "ops_port": ops_port}
+    given = {"worker_id": worker_id, "slots": slots, "ops_port": ops_port}
     serve("worker", run, settings_of(WorkerSettings, **given), model, version)

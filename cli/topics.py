@@ -136,9 +136,10 @@ async def _tail(
 @topics.command()
 @click.option("--tenant", "tenants", multiple=True, help="Also for this tenant's direct producer (repeatable).")
 @click.option("--bootstrap", help="The cluster in the printed commands (default: the one in use).")
-def acl(tenants: tuple[str, ...], bootstrap: str | None) -> None:
+@click.option("--command-config", metavar="FILE", help="The tool's properties: how an administrator signs in.")
+def acl(tenants: tuple[str, ...], bootstrap: str | None, command_config: str | None) -> None:
     """Print the commands that let each role do what it needs, and no more."""
     from cli.acl import commands
 
-    for line in commands(bootstrap or kafka_settings().bootstrap, tenants):
+    for line in commands(bootstrap or kafka_settings().bootstrap, tenants, command_config):
         click.echo(line)

@@ -18,7 +18,7 @@ from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 from aiokafka.structs import RecordMetadata
 
-from infra.kafka import make_producer
+from infra.kafka import make_producer, unreachable
 from infra.read import Positions, read_to_end
 from infra.settings import KafkaSettings
 from schemas.codec import Codec, encode, encode_json, published
@@ -96,7 +96,7 @@ class EventProducer:
         try:
             self._producer = await self._connect()
         except (KafkaError, OSError) as error:
-            raise NotDelivered(f"Kafka at {self._settings.bootstrap} can't be reached: {error}") from error
+            raise NotDelivered(await unreachable(self._settings, error)) from error
         self._closed = False
         self._ready.set()
         try:

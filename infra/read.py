@@ -26,7 +26,11 @@ async def assign_all(consumer: AIOKafkaConsumer, topic: str, start: Positions | 
     """
     found = await partitions_of(consumer, topic)
     if not found:
-        raise HeadraceError(Reason.UNAVAILABLE, f"the topic {topic} doesn't exist; run `headrace topics ensure`")
+        raise HeadraceError(
+            Reason.UNAVAILABLE,
+            f"the topic {topic} doesn't exist (run `headrace topics ensure`), or this user may not see it "
+            "(`headrace topics acl`)",
+        )
     partitions = [TopicPartition(topic, number) for number in found]
     consumer.assign(partitions)
     for partition in partitions:

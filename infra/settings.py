@@ -31,7 +31,7 @@ DEFAULT_BOOTSTRAP = "127.0.0.1:9092"
 Environment = Mapping[str, str]
 
 _SECURITY = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
-_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "GSSAPI", "OAUTHBEARER")
+_MECHANISMS = ("PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -74,8 +74,7 @@ class KafkaSettings:
             raise SettingsError(f"HEADRACE_KAFKA_SECURITY is {security!r}; it takes {', '.join(_SECURITY)}")
         if mechanism not in _MECHANISMS:
             raise SettingsError(f"HEADRACE_KAFKA_SASL_MECHANISM is {mechanism!r}; it takes {', '.join(_MECHANISMS)}")
-        if security.startswith("SASL") and mechanism in _MECHANISMS[:3] and not (username and password):
-            raise SettingsError(f"{security} needs HEADRACE_KAFKA_USERNAME and HEADRACE_KAFKA_PASSWORD")
+        _check_way_in(security, username, password, files)
         return cls(
             bootstrap=_bootstrap(env.get("HEADRACE_KAFKA") or DEFAULT_BOOTSTRAP),
             security_protocol=security,
@@ -106,6 +105,21 @@ def _guess_security(username: str | None, files: tuple[str | None, ...]) -> str:
     if username:
         return "SASL_SSL"
     return "SSL" if any(files) else "PLAINTEXT"
+
+
+def _check_way_in(security: str, username: str | None, password: str | None, files: tuple[str | None, ...]) -> None:
+    """What is needed must be there, and what is given must be used: a CA file is no help to a password sent in the clear."""
+    cafile, certfile, keyfile = files
+    if security.startswith("SASL") and not (username and password):
+        raise SettingsError(f"{security} needs HEADRACE_KAFKA_USERNAME and HEADRACE_KAFKA_PASSWORD")
+    if not security.startswith("SASL") and (username or password):
+        raise SettingsError(
+            f"HEADRACE_KAFKA_SECURITY is {security}, which takes no HEADRACE_KAFKA_USERNAME or _PASSWORD"
+        )
+    if not security.endswith("SSL") and (cafile or certfile or keyfile):
+        raise SettingsError(f"HEADRACE_KAFKA_SECURITY is {security}, which takes no certificate or key files")
+    if keyfile and not certfile:
+        raise SettingsError("HEADRACE_KAFKA_KEYFILE needs HEADRACE_KAFKA_CERTFILE")
 
 
 def _bootstrap(value: str) -> str:
@@ -209,14 +223,9 @@ class AdmissionSettings(ProcessSettings):
     tier: str = INTERACTIVE
     grant_secret: bytes = field(default=b"", repr=False)
     tokenise_threads: int = 2
-    tokenise_pending_max: int = 64  # records of one partition being decided at once
     inline_bytes_max: int = INLINE_MAX_BYTES
-    request_bytes_max: int = REQUEST_MAX_BYTES
     deadline_default_ms: int = 60_000
-    deadline_max_ms: int = 24 * HOUR_MS
-    start_up_ms: int = 90_000  # until a worker has reported its own
     worker_stale_ms: int = 10_000  # a worker that has not reported for so long takes no new work
-    revocation_wait_ms: int = 2_000
     session_timeout_ms: int = 10_000
     instance: str = field(default_factory=_process_id)
 
@@ -227,7 +236,6 @@ class EndingsSettings(ProcessSettings):
 
     poll_records_max: int = 2_000
     commit_interval_ms: int = 500
-    timer_tick_ms: int = 50
     open_requests_max: int = 100_000
     remember_ms: int = 2 * HOUR_MS  # closed requests are remembered this long, as long as `tokens` keeps them
     hard_limit_ms: int = 2 * HOUR_MS
@@ -240,8 +248,6 @@ class EndingsSettings(ProcessSettings):
 class WorkerSettings(ProcessSettings):
     """`headrace worker MODEL VERSION`."""
 
-    model: str = ""
-    version: str = ""
     tiers: tuple[str, ...] = (INTERACTIVE, BATCH)
     worker_id: str = field(default_factory=_process_id)
     slots: int = 0  # 0: what the model's configuration says
@@ -262,13 +268,11 @@ class BridgeSettings(ProcessSettings):
 
     host: str = "127.0.0.1"
     port: int = 8000
-    grpc_port: int = 0
     grant_secret: bytes = field(default=b"", repr=False)
     instance: str = field(default_factory=_process_id)
     body_bytes_max: int = REQUEST_MAX_BYTES
     inline_bytes_max: int = INLINE_MAX_BYTES
     grant_ttl_ms: int = 300_000
-    verdict_wait_ms: int = 30_000  # a call that admission has not judged by then gets 503
     deadline_default_ms: int = 60_000
     keepalive_ms: int = 15_000
     reader_pending_bytes_max: int = 1024 * 1024  # text that a slow reader has not taken

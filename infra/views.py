@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from infra import metrics
-from infra.kafka import make_consumer
+from infra.kafka import make_consumer, unreachable
 from infra.log import EventDecoder
 from infra.read import READ_STALL_S, Positions, assign_all, reached
 from infra.settings import KafkaSettings
@@ -62,6 +62,9 @@ class View:
         try:
             ends = await self._open()
             await self._catch_up(ends)
+        except KafkaConnectionError as error:
+            await self._close()
+            raise HeadraceError(Reason.UNAVAILABLE, await unreachable(self._settings, error)) from error
         except (KafkaError, OSError) as error:
             await self._close()
             raise HeadraceError(Reason.UNAVAILABLE, f"the topic {self.topic} can't be read: {error}") from error

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import faust
-from aiokafka.helpers import create_ssl_context
 from faust.auth import SASLCredentials, SSLCredentials
 
+from infra.kafka import tls_context
 from infra.settings import AdmissionSettings, KafkaSettings
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
@@ -245,9 +245,7 @@ class FaustShell:
 
 def _credentials(kafka: KafkaSettings) -> Any:
     """Faust's form of how to sign in; None for plain text."""
-    context = None
-    if kafka.security_protocol.endswith("SSL"):
-        context = create_ssl_context(cafile=kafka.ssl_cafile, certfile=kafka.ssl_certfile, keyfile=kafka.ssl_keyfile)
+    context = tls_context(kafka)
     if kafka.security_protocol.startswith("SASL"):
         return SASLCredentials(
             username=kafka.sasl_username,

@@ -12,9 +12,11 @@ from aiokafka.errors import KafkaError
 
 from decisions.placement import SeenWorker
 from infra.directory import ModelDirectory, TenantDirectory, WorkerDirectory
-from infra.kafka import make_admin
+from infra.kafka import make_admin, unreachable
 from infra.settings import KafkaSettings
+from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered, TenantChanged
+from schemas.reasons import Reason
 
 KNOWN_S = 30.0
 """How long a topic's partition count is believed."""
@@ -38,9 +40,12 @@ class PartitionCounts:
         self._lock = asyncio.Lock()
 
     async def start(self) -> None:
-        """Connect."""
+        """Connect. Raises HeadraceError (unavailable)."""
         self._admin = make_admin(self._settings)
-        await self._admin.start()
+        try:
+            await self._admin.start()
+        except KafkaError as error:
+            raise HeadraceError(Reason.UNAVAILABLE, await unreachable(self._settings, error)) from error
 
     async def stop(self) -> None:
         """Disconnect."""

@@ -26,6 +26,11 @@ def test_every_command_names_the_cluster_and_one_principal() -> None:
             assert line.startswith("kafka-acls.sh --bootstrap-server b:1 --add --allow-principal User:headrace-")
 
 
+def test_a_secured_cluster_is_signed_in_to() -> None:
+    lines = [line for line in commands("b:1", [], "my admin.properties") if not line.startswith("#")]
+    assert all(" --bootstrap-server b:1 --command-config 'my admin.properties' --add " in line for line in lines)
+
+
 def test_a_tenant_that_can_be_no_topic_is_refused() -> None:
     with pytest.raises(HeadraceError):
         list(commands("b:1", ["a b"]))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from pathlib import Path
+
+import pytest
 
 from infra.kafka import connection, make_consumer, make_producer, partitions_of
-from infra.settings import KafkaSettings
+from infra.settings import KafkaSettings, SettingsError
 from infra.topics import ensure
 from schemas.topics import TopicSpec
 
@@ -25,6 +28,16 @@ def test_the_way_to_the_cluster():
         "sasl_plain_username": "u",
         "sasl_plain_password": "p",
     }
+
+
+def test_a_file_that_is_missing_or_holds_junk_is_named(tmp_path: Path):
+    junk = tmp_path / "junk.pem"
+    junk.write_text("junk")
+    for path, told in ((tmp_path / "none.pem", "none.pem can't be read"), (junk, "no usable PEM certificate")):
+        for field, variable in (("ssl_cafile", "HEADRACE_KAFKA_CAFILE"), ("ssl_certfile", "HEADRACE_KAFKA_CERTFILE")):
+            settings = KafkaSettings("a:1", "SSL", **{field: str(path)})
+            with pytest.raises(SettingsError, match=f"{variable}.*{told}"):
+                connection(settings)
 
 
 async def test_a_pattern_finds_topics_that_come_later(kafka: KafkaSettings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from infra.settings import (
     grant_secret,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 ALL = (AdmissionSettings, BridgeSettings, EndingsSettings, WorkerSettings)
 
 
@@ -63,6 +65,10 @@ def test_signing_in():
     [
         ({"HEADRACE_KAFKA_SECURITY": "TLS"}, "HEADRACE_KAFKA_SECURITY"),
         ({"HEADRACE_KAFKA_SASL_MECHANISM": "X"}, "HEADRACE_KAFKA_SASL_MECHANISM"),
+        ({"HEADRACE_KAFKA_SASL_MECHANISM": "OAUTHBEARER"}, "HEADRACE_KAFKA_SASL_MECHANISM"),
+        ({"HEADRACE_KAFKA_SECURITY": "SSL", "HEADRACE_KAFKA_USERNAME": "u"}, "takes no HEADRACE_KAFKA_USERNAME"),
+        ({"HEADRACE_KAFKA_SECURITY": "PLAINTEXT", "HEADRACE_KAFKA_CAFILE": "ca.pem"}, "takes no certificate"),
+        ({"HEADRACE_KAFKA_KEYFILE": "key.pem"}, "HEADRACE_KAFKA_CERTFILE"),
         ({"HEADRACE_KAFKA_SECURITY": "SASL_SSL"}, "HEADRACE_KAFKA_PASSWORD"),
         ({"HEADRACE_KAFKA_USERNAME": "u"}, "HEADRACE_KAFKA_PASSWORD"),
     ],
@@ -85,13 +91,28 @@ def test_variables_are_named_after_process_and_field(tmp_path: Path):
     env = {
         "HEADRACE_DATA": str(tmp_path),
         "HEADRACE_OPS_PORT": "9100",
-        "HEADRACE_WORKER_MODEL": "m",
+        "HEADRACE_WORKER_WORKER_ID": "w",
         "HEADRACE_WORKER_TIERS": "batch, shadow",
         "HEADRACE_WORKER_SLOTS": "3",
         "HEADRACE_BRIDGE_SLOTS": "x",
     }
     settings = WorkerSettings.from_env(env)
-    assert (settings.ops_port, settings.model, settings.tiers, settings.slots) == (9100, "m", ("batch", "shadow"), 3)
+    assert (settings.ops_port, settings.worker_id, settings.tiers, settings.slots) == (
+        9100,
+        "w",
+        ("batch", "shadow"),
+        3,
+    )
+
+
+@pytest.mark.parametrize("kind", [KafkaSettings, *ALL])
+def test_every_setting_is_read_by_some_process(kind: type[KafkaSettings | ProcessSettings]):
+    """One that nothing reads would be taken and ignored."""
+    rooms = ("streams", "workers", "bridge", "infra", "cli")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py") if path.name != "settings.py"]
+    text = "\n".join(path.read_text() for path in files)
+    unread = [f.name for f in dataclasses.fields(kind) if not re.search(rf"(settings|kafka)\.{f.name}\b", text)]
+    assert not unread
 
 
 @pytest.mark.parametrize("value", ["many", "-1", "1.5"])
