@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Receive
 
+from bridge.auth import Caller
 from bridge.body import parse_object, read_body
 from bridge.calls import Call
 from bridge.door import FrontDoor
@@ -30,11 +31,14 @@ from bridge.openapi import docs_routes
 from bridge.rendering import Rendering
 from bridge.sse import SseResponse
 from bridge.websocket import Socket
+from bridge.wishes import CANCEL, CONTINUE, on_disconnect, wish
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
 from schemas.reasons import Reason
 
 TIMEOUT_HEADER = "X-Headrace-Timeout-Ms"
+DISCONNECT_HEADER = "X-Headrace-On-Disconnect"
+LAST_EVENT_HEADER = "Last-Event-ID"
 Ready = Callable[[], str | None]
 ParsedCall = ChatCall | CompletionCall
 
@@ -56,6 +60,7 @@ def make_app(door: FrontDoor, not_ready: Ready) -> Starlette:
     routes: list[BaseRoute] = [
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
+        Route("/v1/streams/{stream}", endpoints.resume, methods=["GET"]),
         Route("/v1/models", endpoints.list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", endpoints.get_model, methods=["GET"]),
         WebSocketRoute("/v1/stream", lambda websocket: Socket(door, websocket).serve()),
@@ -128,43 +133,79 @@ class _Endpoints:
         return _json(_model_object(found))
 
     async def _serve(self, request: Request, kind: type[ChatCall | CompletionCall]) -> Response:
-        """One call, from its body to its answer. A refusal is a status, streamed or not: headers wait for the verdict."""
+        """One call, from its body to its answer."""
         door = self._door
         arrived_s = asyncio.get_running_loop().time()
         caller = door.auth.from_headers(request.headers)
+        outlives = on_disconnect(request.headers.get(DISCONNECT_HEADER), DISCONNECT_HEADER) == CONTINUE
         raw = await read_body(request, door.body_bytes_max)
         parsed: ParsedCall = kind(parse_object(raw), _header_timeout_ms(request))
-        call = await door.open(caller, parsed.requests, request.headers, arrived_s)
-        observer = Observer(call, "sse" if parsed.stream else "http")
-        watch = asyncio.create_task(_cancel_when_left(request.receive, call), name="disconnect")
+        streamed = parsed.shape if parsed.stream else None
+        call = await door.open(
+            caller, parsed.requests, request.headers, arrived_s, streamed=streamed, outlives=outlives
+        )
+        serving = _Serving(door, caller, call, "sse" if parsed.stream else "http", request)
+        return await (serving.stream if parsed.stream else serving.whole)(lambda: parsed.rendering(call))
 
-        def finish() -> None:
-            watch.cancel()
-            observer.finish()
-            door.close(call, caller)
+    async def resume(self, request: Request) -> Response:
+        """`GET /v1/streams/{request id}`: a stream from after the event `Last-Event-ID`, or from its beginning."""
+        door = self._door
+        arrived_s = asyncio.get_running_loop().time()
+        caller = door.auth.from_headers(request.headers)
+        given = dict(request.query_params)
+        if LAST_EVENT_HEADER in request.headers:
+            given["last_event_id"] = request.headers[LAST_EVENT_HEADER]
+        leaving = request.headers.get(DISCONNECT_HEADER, CONTINUE)
+        cancel = on_disconnect(leaving, DISCONNECT_HEADER) == CANCEL
+        resumed = await door.resume(caller, wish(request.path_params["stream"], given, cancel), arrived_s)
+        serving = _Serving(door, caller, resumed.call, "sse", request)
+        return await serving.stream(resumed.rendering)
 
-        rendering = parsed.rendering(call)
+
+class _Serving:
+    """Writes a call's answer. A refusal is a status, streamed or not: headers wait for the verdict."""
+
+    def __init__(self, door: FrontDoor, caller: Caller, call: Call, protocol: str, request: Request) -> None:
+        self._door = door
+        self._caller = caller
+        self._call = call
+        self._observer = Observer(call, protocol)
+        self._watch = asyncio.create_task(_leave_when_closed(request.receive, call), name="disconnect")
+
+    def _finish(self) -> None:
+        self._watch.cancel()
+        self._observer.finish()
+        self._door.close(self._call, self._caller)
+
+    async def stream(self, rendering: Callable[[], Rendering]) -> Response:
+        """As server-sent events."""
+        settings = self._door.settings
         try:
-            if parsed.stream:
-                await call.verdict()
-                settings = door.settings
-                return SseResponse(
-                    call,
-                    rendering,
-                    observer.sent,
-                    finish,
-                    settings.keepalive_ms / 1000,
-                    settings.reader_stall_ms / 1000,
-                )
-            body = await _collect(call, rendering)
+            await self._call.verdict()
+            return SseResponse(
+                self._call,
+                rendering(),
+                self._observer.sent,
+                self._finish,
+                settings.keepalive_ms / 1000,
+                settings.reader_stall_ms / 1000,
+            )
         except HeadraceError as error:
-            finish()
-            return error_response(error, call.request_id)
+            self._finish()
+            return error_response(error, self._call.request_id)
         except BaseException:
-            finish()
+            self._finish()
             raise
-        finish()
-        return _json(body, {REQUEST_ID_HEADER: call.request_id})
+
+    async def whole(self, rendering: Callable[[], Rendering]) -> Response:
+        """At once, when it is there."""
+        try:
+            body = await _collect(self._call, rendering())
+        except HeadraceError as error:
+            return error_response(error, self._call.request_id)
+        finally:
+            self._finish()
+        return _json(body, {REQUEST_ID_HEADER: self._call.request_id})
 
 
 async def _collect(call: Call, rendering: Rendering) -> dict[str, Any]:
@@ -179,7 +220,7 @@ async def _collect(call: Call, rendering: Rendering) -> dict[str, Any]:
     return rendering.whole()
 
 
-async def _cancel_when_left(receive: Receive, call: Call) -> None:
+async def _leave_when_closed(receive: Receive, call: Call) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     call.fail(HeadraceError(Reason.CANCELLED, Reason.CANCELLED.text))

@@ -37,7 +37,7 @@ class Authenticator:
     def __init__(self, tenants: TenantDirectory, secret: bytes, reply: Reply, grant_ttl_ms: int) -> None:
         self._tenants = tenants
         self._secret = secret
-        self._reply = reply
+        self.reply = reply
         self._ttl_ms = grant_ttl_ms
         self._grants: OrderedDict[Caller, tuple[int, bytes]] = OrderedDict()
 
@@ -62,17 +62,22 @@ class Authenticator:
             raise HeadraceError(Reason.PERMISSION_DENIED, f"the API key may not make {INTERACTIVE} calls")
         return Caller(tenant.tenant, api_key.key_id, api_key.tiers)
 
-    def grant(self, caller: Caller) -> bytes:
-        """A grant that names this bridge's reply partition, good for at least half of `grant_ttl_ms`."""
+    def grant(self, caller: Caller, reply: Reply | None = None) -> bytes:
+        """A grant that names this bridge's reply partition, or another, good for at least half of `grant_ttl_ms`."""
         now_ms = int(time.time() * 1000)
+        expires_ms = now_ms + self._ttl_ms
+        if reply is not None and reply != self.reply:
+            return self._mint(caller, reply, expires_ms)
         kept = self._grants.get(caller)
         if kept is not None and kept[0] - now_ms > self._ttl_ms // 2:
             self._grants.move_to_end(caller)
             return kept[1]
-        expires_ms = now_ms + self._ttl_ms
-        token = mint(self._secret, Grant(caller.tenant, caller.key_id, caller.tiers, self._reply, expires_ms)).encode()
+        token = self._mint(caller, self.reply, expires_ms)
         self._grants[caller] = (expires_ms, token)
         self._grants.move_to_end(caller)
         while len(self._grants) > GRANTS_KEPT_MAX:
             self._grants.popitem(last=False)
         return token
+
+    def _mint(self, caller: Caller, reply: Reply, expires_ms: int) -> bytes:
+        return mint(self._secret, Grant(caller.tenant, caller.key_id, caller.tiers, reply, expires_ms)).encode()

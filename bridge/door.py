@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +10,9 @@ import structlog
 
 from bridge.auth import Authenticator, Caller
 from bridge.calls import Call, Leg
-from bridge.errors import caller_param
+from bridge.errors import caller_param, unreachable
+from bridge.event_ids import Shape
+from bridge.resume import Resumed, Resumes, Wish
 from bridge.streams import Dispatcher
 from decisions.validation import problem
 from infra.directory import ModelDirectory
@@ -20,8 +20,7 @@ from infra.log import EventProducer, NoSuchPartition, NotDelivered
 from infra.settings import BridgeSettings
 from infra.tracing import child
 from schemas.errors import HeadraceError
-from schemas.events import InferenceCancelled, InferenceRequested
-from schemas.ids import request_id
+from schemas.events import InferenceCancelled, InferenceRequested, Reply
 from schemas.reasons import Reason
 from schemas.topics import GRANT_HEADER, INTERACTIVE, TRACEPARENT_HEADER, TRACESTATE_HEADER, requests_topic
 
@@ -36,11 +35,6 @@ _TOPIC = requests_topic(INTERACTIVE)
 Headers = Sequence[tuple[str, bytes]]
 
 
-def new_request_id() -> str:
-    """A request id of this moment."""
-    return request_id(int(time.time() * 1000), os.urandom(10))
-
-
 @dataclass(eq=False)
 class FrontDoor:
     """What the endpoints share. `draining` refuses new calls while those under way end."""
@@ -50,6 +44,7 @@ class FrontDoor:
     models: ModelDirectory
     producer: EventProducer
     dispatcher: Dispatcher
+    resumes: Resumes
     draining: bool = False
     _cancels: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -59,19 +54,26 @@ class FrontDoor:
         return min(self.settings.body_bytes_max, self.settings.inline_bytes_max)
 
     async def open(
-        self, caller: Caller, requests: Sequence[InferenceRequested], http_headers: Mapping[str, str], arrived_s: float
+        self,
+        caller: Caller,
+        requests: Sequence[InferenceRequested],
+        http_headers: Mapping[str, str],
+        arrived_s: float,
+        *,
+        streamed: Shape | None = None,
+        outlives: bool = False,
     ) -> Call:
         """Put a call's requests, one a prompt, into the log and wait for their answers; `close` the call whatever happens.
 
+        `streamed` is how the chunks of a streamed call look: its events get ids, unless it has several requests.
         Raises HeadraceError before anything reaches the log: invalid_request, payload_too_large, overloaded, unavailable.
         """
         for request in requests:
             self._check(request)
-        if self.draining:
-            raise HeadraceError(Reason.UNAVAILABLE, "this front door is stopping; try again", retry_after_ms=1000)
-        if len(self.dispatcher) + len(requests) > self.settings.open_requests_max:
-            raise HeadraceError(Reason.OVERLOADED, "this front door holds all the calls it can", retry_after_ms=1000)
-        call = Call(self.settings.reader_pending_bytes_max, arrived_s)
+        self._let_in(len(requests))
+        call = Call(self.settings.reader_pending_bytes_max, arrived_s, outlives=outlives)
+        if streamed is not None and len(requests) == 1:
+            call.name = self.resumes.namer(streamed, caller.tenant, self.auth.reply)
         choice = 0
         for request in requests:
             self.dispatcher.register(call.add_leg(request.request_id, choice))
@@ -83,6 +85,20 @@ class FrontDoor:
             raise
         self._set_deadline(call, requests)
         return call
+
+    async def resume(self, caller: Caller, wish: Wish, arrived_s: float) -> Resumed:
+        """Take a stream up again; `close` its call whatever happens.
+
+        Raises HeadraceError: invalid_request, not_found, overloaded, unavailable, and what the request was refused for.
+        """
+        self._let_in(1)
+        return await self.resumes.open(caller.tenant, wish, arrived_s)
+
+    def _let_in(self, requests: int) -> None:
+        if self.draining:
+            raise HeadraceError(Reason.UNAVAILABLE, "this front door is stopping; try again", retry_after_ms=1000)
+        if len(self.dispatcher) + len(self.resumes) + requests > self.settings.open_requests_max:
+            raise HeadraceError(Reason.OVERLOADED, "this front door holds all the calls it can", retry_after_ms=1000)
 
     def _check(self, request: InferenceRequested) -> None:
         found = problem(request, self.settings.inline_bytes_max)
@@ -136,23 +152,31 @@ class FrontDoor:
         return self.settings.deadline_default_ms if registered is None else registered.default_timeout_ms
 
     def close(self, call: Call, caller: Caller) -> None:
-        """Free what a call holds; requests that the log hasn't ended are cancelled, in the background."""
+        """Free what a call holds; requests that the log hasn't ended and nobody may come back for are cancelled, in the background."""
+        cancels = self._cancels_what_is_left(call)
         call.release()
         for leg in call.legs:
             self.dispatcher.unregister(leg)
-            if not leg.ended:
-                self._cancel(leg, caller)
+            if cancels and not leg.ended:
+                self._cancel(leg, call.reply, caller)
 
-    def _cancel(self, leg: Leg, caller: Caller) -> None:
+    def _cancels_what_is_left(self, call: Call) -> bool:
+        if call.error is None:  # its connection ended, by either side
+            return not (call.outlives or (self.draining and call.name is not None))
+        if call.error.reason in (Reason.CANCELLED, Reason.SLOW_READER):  # its caller left
+            return not call.outlives
+        return not call.resumed
+
+    def _cancel(self, leg: Leg, reply: Reply | None, caller: Caller) -> None:
         if len(self._cancels) >= CANCELS_MAX:
             _log.error("a cancel was dropped: too many are under way", request_id=leg.request_id)
             return
-        task = asyncio.create_task(self._send_cancel(leg.request_id, caller), name="cancel")
+        task = asyncio.create_task(self._send_cancel(leg.request_id, reply, caller), name="cancel")
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
 
-    async def _send_cancel(self, cancelled_id: str, caller: Caller) -> None:
-        headers = [(GRANT_HEADER, self.auth.grant(caller))]
+    async def _send_cancel(self, cancelled_id: str, reply: Reply | None, caller: Caller) -> None:
+        headers = [(GRANT_HEADER, self.auth.grant(caller, reply))]
         event = InferenceCancelled(cancelled_id, caller.tenant)
         try:
             await self.producer.send_and_wait(_TOPIC, event, key=caller.tenant, headers=headers)
@@ -163,8 +187,3 @@ class FrontDoor:
         """Wait for the cancels under way."""
         if self._cancels:
             await asyncio.wait(set(self._cancels), timeout=timeout_s)
-
-
-def unreachable() -> HeadraceError:
-    """The log can't be reached."""
-    return HeadraceError(Reason.UNAVAILABLE, Reason.UNAVAILABLE.text, retry_after_ms=1000)

@@ -38,6 +38,11 @@ def error_response(error: HeadraceError, request_id: str | None = None) -> Respo
     return Response(body, error.reason.http_status, headers, media_type="application/json")
 
 
+def unreachable() -> HeadraceError:
+    """The log can't be reached."""
+    return HeadraceError(Reason.UNAVAILABLE, Reason.UNAVAILABLE.text, retry_after_ms=1000)
+
+
 def rejection(event: InferenceRejected) -> HeadraceError:
     """Admission's refusal as an error; its parameter is named as the caller named it."""
     return HeadraceError(

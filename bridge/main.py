@@ -11,6 +11,8 @@ import structlog
 from bridge.app import make_app
 from bridge.auth import Authenticator
 from bridge.door import FrontDoor
+from bridge.event_ids import EventIds
+from bridge.resume import Resumes
 from bridge.servers import make_server
 from bridge.streams import Dispatcher, reply_partition
 from infra import ports
@@ -76,9 +78,12 @@ async def _open_door(settings: BridgeSettings, stack: AsyncExitStack) -> tuple[F
     await models.start()
     stack.push_async_callback(models.stop)
     partition = await reply_partition(settings.kafka, settings.instance)
-    dispatcher = Dispatcher(settings.kafka, partition, EventDecoder(settings.kafka))
+    decoder = EventDecoder(settings.kafka)
+    dispatcher = Dispatcher(settings.kafka, partition, decoder)
     reading = await dispatcher.start()
     stack.push_async_callback(dispatcher.stop)
     secret = settings.grant_secret or read_grant_secret(settings.data_dir)
+    resumes = Resumes(settings, dispatcher, decoder, EventIds(secret))
+    stack.push_async_callback(resumes.stop)
     auth = Authenticator(tenants, secret, Reply(TOKENS, partition), settings.grant_ttl_ms)
-    return FrontDoor(settings, auth, models, producer, dispatcher), reading
+    return FrontDoor(settings, auth, models, producer, dispatcher, resumes), reading

@@ -32,7 +32,8 @@ class Observer:
         now_s = asyncio.get_running_loop().time()
         if self._itl is None or self._last_s is None:
             labels = self._labels()
-            metrics.TTFT_SECONDS.labels(*labels).observe(now_s - self._call.arrived_s)
+            if not self._call.resumed:
+                metrics.TTFT_SECONDS.labels(*labels).observe(now_s - self._call.arrived_s)
             self._itl = metrics.ITL_SECONDS.labels(*labels)
         else:
             self._itl.observe((now_s - self._last_s) / tokens)
@@ -48,12 +49,15 @@ class Observer:
         outcome = (
             COMPLETED if error is None and self._call.done else "cancelled" if error is None else error.reason.value
         )
-        metrics.REQUESTS.labels(*self._labels(), outcome).inc()
+        if self._call.resumed:
+            metrics.RESUMES.labels(outcome).inc()
+        else:
+            metrics.REQUESTS.labels(*self._labels(), outcome).inc()
 
     def _labels(self) -> tuple[str, str, str]:
         """Known once generation started: a name that a caller made up is no label."""
-        started = self._call.started
-        return ("", "", INTERACTIVE) if started is None else (started.model, started.version, started.tier)
+        served = self._call.served
+        return ("", "", INTERACTIVE) if served is None else (served.model, served.version, served.tier)
 
 
 def refused(reason: str) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bridge.calls import Call, Delta
-from bridge.door import new_request_id
+from bridge.calls import Call, Delta, new_request_id, shown
 from bridge.errors import from_validation
+from bridge.event_ids import Shape
 from bridge.openai_models import ChatRequest
 from bridge.rendering import Json, Rendering, finish_reason, finite
 from decisions.validation import LOGPROBS_MAX
@@ -66,7 +66,12 @@ class ChatCall:
 
     def rendering(self, call: Call) -> ChatRendering:
         """How the call's answer is shown."""
-        return ChatRendering(call, self._body.model, self.requests[0].sampling.n, self._body.include_usage)
+        return ChatRendering(call, self.shape, self.requests[0].sampling.n)
+
+    @property
+    def shape(self) -> Shape:
+        """How its chunks look."""
+        return Shape(False, self._body.include_usage, self._body.model)
 
 
 class ChatRendering(Rendering):
@@ -85,10 +90,9 @@ class ChatRendering(Rendering):
         ]
 
     def _chunk_choice(self, index: int, delta: Delta) -> Json:
-        shown = {"content": delta.text} if delta.text or delta.logprobs else {}
         return {
             "index": index,
-            "delta": shown,
+            "delta": {"content": delta.text} if delta.text or delta.logprobs else {},
             "logprobs": _logprobs(delta.logprobs),
             "finish_reason": finish_reason(delta),
         }
@@ -113,7 +117,7 @@ def _logprobs(tokens: Sequence[TokenLogprob] | None) -> Json | None:
 
 
 def _token(token: TokenLogprob | Alternative) -> Json:
-    return {"token": token.text.decode("utf-8", "replace"), "logprob": finite(token.logprob), "bytes": list(token.text)}
+    return {"token": shown(token.text), "logprob": finite(token.logprob), "bytes": list(token.text)}
 
 
 def check_stream_options(options: object | None, stream: bool) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from pydantic import ValidationError
 
-from bridge.calls import Call, Delta
-from bridge.door import new_request_id
+from bridge.calls import Call, Delta, new_request_id, shown
 from bridge.errors import from_validation
+from bridge.event_ids import Shape
 from bridge.openai_chat import check_stream_options, effective_timeout_ms
 from bridge.openai_models import CompletionRequest
 from bridge.rendering import Json, Rendering, finish_reason, finite
@@ -44,8 +45,12 @@ class CompletionCall:
 
     def rendering(self, call: Call) -> CompletionRendering:
         """How the call's answer is shown."""
-        choices = sum(request.sampling.n for request in self.requests)
-        return CompletionRendering(call, self._body.model, choices, self._body.include_usage)
+        return CompletionRendering(call, self.shape, sum(request.sampling.n for request in self.requests))
+
+    @property
+    def shape(self) -> Shape:
+        """How its chunks look."""
+        return Shape(True, self._body.include_usage, self._body.model)
 
 
 class CompletionRendering(Rendering):
@@ -55,41 +60,34 @@ class CompletionRendering(Rendering):
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, call: Call, model: str, choices: int, include_usage: bool) -> None:
-        """As the base's; remembers how far each choice's tokens reach, for `text_offset`."""
-        super().__init__(call, model, choices, include_usage)
-        self._offsets = [0] * choices
-
     def _chunk_choice(self, index: int, delta: Delta) -> Json:
         return {
             "index": index,
             "text": delta.text,
-            "logprobs": self._logprobs(index, delta.logprobs),
+            "logprobs": _logprobs(delta),
             "finish_reason": finish_reason(delta),
         }
 
     def _whole_choice(self, index: int, delta: Delta) -> Json:
         return self._chunk_choice(index, delta)
 
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob] | None) -> Json | None:
-        """`top_logprobs` maps the likeliest tokens to their log-probabilities, the chosen one always among them."""
-        if tokens is None:
-            return None
-        texts = [token.text.decode("utf-8", "replace") for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": [_top(token) for token in tokens],
-            "text_offset": offsets,
-        }
+
+def _logprobs(delta: Delta) -> Json | None:
+    """`top_logprobs` maps the likeliest tokens to their log-probabilities, the chosen one always among them."""
+    tokens = delta.logprobs
+    if tokens is None:
+        return None
+    texts = [shown(token.text) for token in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [finite(token.logprob) for token in tokens],
+        "top_logprobs": [_top(token) for token in tokens],
+        "text_offset": list(accumulate(map(len, texts), initial=delta.text_offset))[:-1],
+    }
 
 
 def _top(token: TokenLogprob) -> dict[str, float]:
     found: dict[str, float] = {}
     for text, logprob in (*((other.text, other.logprob) for other in token.top), (token.text, token.logprob)):
-        found.setdefault(text.decode("utf-8", "replace"), finite(logprob))
+        found.setdefault(shown(text), finite(logprob))
     return found

@@ -32,7 +32,7 @@ _ERRORS = {
     "400": "The request is not valid, or asks for what isn't served.",
     "401": "The API key is missing, unknown or revoked.",
     "403": "The key may not do this.",
-    "404": "There is no such model.",
+    "404": "There is no such thing.",
     "413": "The body is too large.",
     "429": "A limit is reached; see Retry-After.",
     "500": "The model or Headrace failed.",
@@ -41,8 +41,13 @@ _ERRORS = {
 }
 _DESCRIPTION = """An OpenAI-compatible front door. What this version doesn't serve is refused by name; nothing is silently ignored.
 
+A stream outlives its connection: each of its events has an id, and `GET /v1/streams/{request id}` with that id in `Last-Event-ID` goes on
+with exactly what follows it, on any front door. Ids are opaque. To be able to come back after a disconnect, ask with
+`X-Headrace-On-Disconnect: continue`; else a disconnect cancels.
+
 `/v1/stream` is a WebSocket that carries several calls at once, each with the caller's own id:
-send `{"type": "request", "id": "a", "endpoint": "chat.completions", "body": {…}}` and `{"type": "cancel", "id": "a"}`;
+send `{"type": "request", "id": "a", "endpoint": "chat.completions", "body": {…}}`,
+`{"type": "resume", "id": "a", "request_id": …, "last_event_id": …}` and `{"type": "cancel", "id": "a"}`;
 get `started`, `chunk`, and `done` or `error`.
 """
 _PAGE = """<!DOCTYPE html>
@@ -70,6 +75,43 @@ def _errors(*statuses: str) -> dict[str, Any]:
     return {status: {"description": _ERRORS[status], "content": _content(answers.ErrorAnswer)} for status in statuses}
 
 
+def _parameter(name: str, place: str, description: str, **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": place == "path", "description": description, "schema": schema}
+
+
+_ON_DISCONNECT = _parameter(
+    "X-Headrace-On-Disconnect",
+    "header",
+    "What becomes of the request when this connection ends before it. Without it a call is cancelled, a resumed stream is not.",
+    type="string",
+    enum=["cancel", "continue"],
+)
+
+
+def _resume() -> dict[str, Any]:
+    place = "The id of the last event that the caller had. Without it the stream starts from its beginning."
+    replay = "Without an event's id, which tells it:"
+    return {
+        "summary": "Resume a stream, or replay it",
+        "description": "An answer to several prompts can't be resumed: its events have no ids.",
+        "parameters": [
+            _parameter("stream", "path", "`X-Request-Id` of the call, or the `id` of its chunks.", type="string"),
+            _parameter("Last-Event-ID", "header", place, type="string"),
+            _parameter("last_event_id", "query", "The same, for callers that can't send headers.", type="string"),
+            _parameter("format", "query", f"{replay} how chunks look.", type="string", enum=["chat", "completion"]),
+            _parameter("include_usage", "query", f"{replay} whether the usage comes at the end.", type="boolean"),
+            _ON_DISCONNECT,
+        ],
+        "responses": {
+            "200": {
+                "description": "The chunks that follow, then `[DONE]`.",
+                "content": _content(answers.ChatChunk, "text/event-stream"),
+            },
+            **_errors("400", "401", "403", "404", "429", "500", "503", "504"),
+        },
+    }
+
+
 def _call(summary: str, body: type[BaseModel], whole: type[BaseModel], chunk: type[BaseModel]) -> dict[str, Any]:
     header = {
         "name": "X-Headrace-Timeout-Ms",
@@ -86,7 +128,7 @@ def _call(summary: str, body: type[BaseModel], whole: type[BaseModel], chunk: ty
     return {
         "summary": summary,
         "description": " ".join((body.__doc__ or "").split()),
-        "parameters": [header],
+        "parameters": [header, _ON_DISCONNECT],
         "requestBody": {"required": True, "content": _content(body)},
         "responses": {"200": answer, **_errors(*_ERRORS)},
     }
@@ -117,6 +159,7 @@ def document() -> dict[str, Any]:
                     "Continue a prompt", CompletionRequest, answers.CompletionAnswer, answers.CompletionAnswer
                 )
             },
+            "/v1/streams/{stream}": {"get": _resume()},
             "/v1/models": {"get": _get("List the models", answers.ModelsAnswer, "401", "403")},
             "/v1/models/{model}": {
                 "get": {**_get("Look a model up", answers.ModelAnswer, "401", "403", "404"), "parameters": [model]}

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from bridge.calls import Call, Delta, Update
+from bridge.event_ids import Shape
 from schemas.errors import HeadraceError
 from schemas.events import Usage
 from schemas.ids import unix_ms
@@ -27,30 +28,30 @@ class Rendering(ABC):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, call: Call, model: str, choices: int, include_usage: bool) -> None:
-        """Takes the model as the caller named it, and how many choices the call has in all."""
+    def __init__(self, call: Call, shape: Shape, choices: int) -> None:
+        """`choices` is how many the call has in all."""
         self.call = call
         self.choices = choices
-        self.include_usage = include_usage
-        self._model = model
+        self.include_usage = shape.include_usage
+        self._model = shape.model
         self._created = unix_ms(call.request_id) // 1000
         self._collected = [Delta() for _ in range(choices)]
         self._chars = 0
 
     def _head(self, kind: str) -> Json:
-        started = self.call.started
+        served = self.call.served
         return {
             "id": f"{self.id_prefix}-{self.call.request_id}",
             "object": kind,
             "created": self._created,
             "model": self._model,
-            "system_fingerprint": None if started is None else started.version,
+            "system_fingerprint": None if served is None else served.version,
         }
 
     # --- streamed -----------------------------------------------------------------------------------------------------
 
     def opening(self) -> list[Json]:
-        """The chunks before the first token."""
+        """The chunks before the first token of a stream from its beginning."""
         return []
 
     def chunk(self, update: Update) -> Json | None:

@@ -1,7 +1,7 @@
 """Writes an answer as server-sent events, and never waits on a reader without end.
 
-Frames that stem from records carry `id: <request id>:<partition>:<offset>` of the last record in them; the opening, the usage, `[DONE]`
-and keep-alive comments carry none, so a stream taken up after any id goes on with exactly what follows it.
+Frames that show what came from the log carry the id of the place after it (`event_ids`); the opening, an error, the usage, `[DONE]` and
+keep-alive comments carry none, so a stream taken up after any id goes on with exactly what follows it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Frames:
 
     def __init__(self, rendering: Rendering) -> None:
         self._rendering = rendering
-        self._opened = False
+        self._opened = rendering.call.opened
 
     def of(self, update: Update) -> bytes:
         """All frames of an update, the last ones included when it is done."""
@@ -53,7 +53,7 @@ class Frames:
         if chunk is not None:
             out.append(frame(chunk, update.event_id))
         if update.error is not None:
-            out.append(frame(error_object(update.error), update.error_id))
+            out.append(frame(error_object(update.error)))
         elif update.done:
             if rendering.include_usage:
                 out.append(frame(rendering.usage_chunk()))

@@ -1,4 +1,4 @@
-"""One task reads this bridge's partition of `tokens` and hands each record to the call that waits for it."""
+"""A task reads a partition of `tokens`, this bridge's own or another, and hands each record to the calls that wait for it."""
 
 from __future__ import annotations
 
@@ -58,36 +58,57 @@ async def reply_partition(settings: KafkaSettings, instance: str) -> int:
 
 
 class Dispatcher:
-    """Reads one partition of `tokens` from its end and feeds the calls registered here. `start` before the first request is produced."""
+    """Reads one partition of a `tokens` topic from its end and feeds the legs registered here. `start` before the first is produced."""
 
-    def __init__(self, settings: KafkaSettings, partition: int, decoder: EventDecoder) -> None:
+    def __init__(self, settings: KafkaSettings, partition: int, decoder: EventDecoder, topic: str = TOKENS) -> None:
         self._settings = settings
-        self._partition = TopicPartition(TOKENS, partition)
+        self.partition = TopicPartition(topic, partition)
         self._decoder = decoder
-        self._legs: dict[str, Leg] = {}
+        self._legs: dict[str, list[Leg]] = {}
+        self._count = 0
         self._consumer: AIOKafkaConsumer | None = None
         self._task: asyncio.Task[None] | None = None
+        self._next = 0
 
     def __len__(self) -> int:
-        """How many requests are waited for."""
-        return len(self._legs)
+        """How many legs are fed."""
+        return self._count
+
+    @property
+    def position(self) -> int:
+        """The offset of the next record that legs registered now will get."""
+        return self._next
 
     def register(self, leg: Leg) -> None:
         """Feed this leg from now on."""
-        self._legs[leg.request_id] = leg
+        self._legs.setdefault(leg.request_id, []).append(leg)
+        self._count += 1
 
     def unregister(self, leg: Leg) -> None:
         """Feed it no more."""
-        self._legs.pop(leg.request_id, None)
+        legs = self._legs.get(leg.request_id, [])
+        if leg in legs:
+            legs.remove(leg)
+            self._count -= 1
+            if not legs:
+                del self._legs[leg.request_id]
+
+    def fail(self, error: HeadraceError) -> None:
+        """Nothing will be read any more: end all that wait for it."""
+        for legs in list(self._legs.values()):
+            for leg in legs:
+                leg.call.fail(error)
 
     async def start(self) -> asyncio.Task[None]:
         """Stand at the partition's end, then read on in a task, which is returned: it ends only by an error."""
         self._consumer = make_consumer(self._settings, auto_offset_reset="latest")
         await self._consumer.start()
-        self._consumer.assign([self._partition])
-        await self._consumer.seek_to_end(self._partition)
-        await self._consumer.position(self._partition)
-        self._task = asyncio.create_task(self._read(self._consumer), name="tokens")
+        self._consumer.assign([self.partition])
+        await self._consumer.seek_to_end(self.partition)
+        self._next = await self._consumer.position(self.partition)
+        self._task = asyncio.create_task(
+            self._read(self._consumer), name=f"{self.partition.topic} {self.partition.partition}"
+        )
         return self._task
 
     async def stop(self) -> None:
@@ -106,22 +127,32 @@ class Dispatcher:
                     if i % RECORDS_A_TURN == RECORDS_A_TURN - 1:
                         await asyncio.sleep(0)
                     await self._hand_on(record.value, record.offset)
+                    self._next = record.offset + 1
 
     async def _hand_on(self, value: bytes | None, offset: int) -> None:
+        """Legs that register while a record is decoded get it too: it is then still the next."""
         if value and (found := peek_request_id(value)) is not None and found not in self._legs:
             return
-        try:
-            event = await self._decoder.decode(value)
-        except HeadraceError as error:
-            metrics.PASSED_OVER.labels(TOKENS).inc()
-            _log.warning(
-                "skipped a record that can't be read",
-                topic=TOKENS,
-                partition=self._partition.partition,
-                offset=offset,
-                error=error.message,
-            )
-            return
-        leg = self._legs.get(getattr(event, "request_id", ""))
-        if leg is not None and isinstance(event, _INPUTS):
-            leg.call.feed(leg, event, self._partition.partition, offset)
+        event = await read_input(self._decoder, value, self.partition, offset)
+        if event is not None:
+            for leg in tuple(self._legs.get(event.request_id, ())):
+                leg.call.feed(leg, event, self.partition.partition, offset)
+
+
+async def read_input(
+    decoder: EventDecoder, value: bytes | None, partition: TopicPartition, offset: int
+) -> Input | None:
+    """The event of a stream in a record of a `tokens` topic, or None for any other; what can't be read is logged and counted."""
+    try:
+        event = await decoder.decode(value)
+    except HeadraceError as error:
+        metrics.PASSED_OVER.labels(TOKENS).inc()
+        _log.warning(
+            "skipped a record that can't be read",
+            topic=partition.topic,
+            partition=partition.partition,
+            offset=offset,
+            error=error.message,
+        )
+        return None
+    return event if isinstance(event, _INPUTS) else None

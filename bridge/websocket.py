@@ -3,7 +3,11 @@
 The caller sends JSON objects:
 - `{"type": "auth", "api_key": …}`: first, and only if the upgrade carried no `Authorization` header (browsers can't send one);
 - `{"type": "request", "id": …, "endpoint": "chat.completions" | "completions", "body": {…}}`: always answered as a stream;
+- `{"type": "resume", "id": …, "request_id": …, "last_event_id": …}`: the rest of a stream after an event, or without one all of it, then
+  perhaps with `format` and `include_usage`;
 - `{"type": "cancel", "id": …}`.
+
+A request, or a resume, may say what becomes of it if the socket closes: `"on_disconnect": "cancel" | "continue"`.
 
 It gets `{"type": "ready"}` once it is known; then, for each request, `started` (with `request_id`), `chunk` (`data` is OpenAI's chunk;
 `event_id` is that of a server-sent event) and either `done` or `error`, which is the request's last. An error with `id` null is about a
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +37,7 @@ from bridge.openai_completions import CompletionCall
 from bridge.rendering import Rendering
 from bridge.servers import abort
 from bridge.sse import SLOW_GRACE_S
+from bridge.wishes import CANCEL, CONTINUE, WISH_FIELDS, on_disconnect, wish
 from infra import metrics
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
@@ -40,9 +46,14 @@ ID_CHARS_MAX = 128
 AUTH_WAIT_S = 10.0
 POLICY_VIOLATION = 1008
 TRY_AGAIN_LATER = 1013
+ON_DISCONNECT = "on_disconnect"
 
 ENDPOINTS: dict[str, type[ChatCall | CompletionCall]] = {"chat.completions": ChatCall, "completions": CompletionCall}
-_FIELDS = {"request": {"type", "id", "endpoint", "body"}, "cancel": {"type", "id"}}
+_FIELDS = {
+    "request": {"type", "id", "endpoint", "body", ON_DISCONNECT},
+    "resume": {"type", "id", "request_id", "last_event_id", "format", "include_usage", ON_DISCONNECT},
+    "cancel": {"type", "id"},
+}
 
 _log = structlog.get_logger(__name__)
 
@@ -65,6 +76,7 @@ class _Request:
     def cancel(self) -> None:
         self.cancelled = True
         if self.call is not None:
+            self.call.outlives = False
             self.call.fail(HeadraceError(Reason.CANCELLED, Reason.CANCELLED.text))
 
 
@@ -142,7 +154,7 @@ class Socket:
         """Act on one message. Raises HeadraceError for one that can't be taken."""
         kind, call_id = message.get("type"), message.get("id")
         if not isinstance(kind, str) or kind not in _FIELDS:
-            raise HeadraceError(Reason.INVALID_REQUEST, "type must be request or cancel", param="type")
+            raise HeadraceError(Reason.INVALID_REQUEST, f"type must be one of {', '.join(_FIELDS)}", param="type")
         if unknown := sorted(message.keys() - _FIELDS[kind]):
             raise HeadraceError(Reason.UNSUPPORTED_PARAMETER, f"a {kind} has no field {unknown[0]}", param=unknown[0])
         if not isinstance(call_id, str) or not 0 < len(call_id) <= ID_CHARS_MAX:
@@ -181,8 +193,7 @@ class Socket:
         self, request: _Request, message: dict[str, Any], caller: Caller, arrived_s: float
     ) -> None:
         try:
-            parsed = _parse(message)
-            call = await self._door.open(caller, parsed.requests, self._socket.headers, arrived_s)
+            call, rendering = await self._open(message, caller, arrived_s)
         except HeadraceError as error:
             refused(error.reason.value)
             await self._end(request, {"type": "error", "id": request.id, **error_object(error)})
@@ -193,7 +204,7 @@ class Socket:
             call.on_slow = self._hurry
             if request.cancelled:
                 request.cancel()
-            await self._forward(request, call, parsed.rendering(call), observer)
+            await self._forward(request, call, rendering, observer)
         except SocketClosed:
             pass
         except HeadraceError as error:
@@ -205,10 +216,33 @@ class Socket:
         if call.error is not None and call.error.reason is Reason.SLOW_READER:
             await self._close_slow()
 
-    async def _forward(self, request: _Request, call: Call, rendering: Rendering, observer: Observer) -> None:
+    async def _open(
+        self, message: dict[str, Any], caller: Caller, arrived_s: float
+    ) -> tuple[Call, Callable[[], Rendering]]:
+        """The call that a message asks for, and how it is shown once its verdict is in."""
+        leaving = message.get(ON_DISCONNECT)
+        if message["type"] == "resume":
+            cancel = on_disconnect(CONTINUE if leaving is None else leaving, ON_DISCONNECT) == CANCEL
+            stream = message.get("request_id")
+            if not isinstance(stream, str):
+                raise HeadraceError(Reason.INVALID_REQUEST, "request_id must be a string", param="request_id")
+            given = {name: value for name, value in message.items() if name in WISH_FIELDS}
+            resumed = await self._door.resume(caller, wish(stream, given, cancel), arrived_s)
+            return resumed.call, resumed.rendering
+        parsed = _parse(message)
+        outlives = on_disconnect(leaving, ON_DISCONNECT) == CONTINUE
+        call = await self._door.open(
+            caller, parsed.requests, self._socket.headers, arrived_s, streamed=parsed.shape, outlives=outlives
+        )
+        return call, lambda: parsed.rendering(call)
+
+    async def _forward(
+        self, request: _Request, call: Call, render: Callable[[], Rendering], observer: Observer
+    ) -> None:
         await call.verdict()
+        rendering = render()
         await self._send({"type": "started", "id": request.id, "request_id": call.request_id}, call)
-        for chunk in rendering.opening():
+        for chunk in () if call.opened else rendering.opening():
             await self._send({"type": "chunk", "id": request.id, "data": chunk}, call)
         done = False
         while not done:
@@ -221,9 +255,10 @@ class Socket:
     async def _send_update(self, request: _Request, call: Call, rendering: Rendering, update: Update) -> None:
         chunk = rendering.chunk(update)
         if chunk is not None:
-            await self._send({"type": "chunk", "id": request.id, "event_id": update.event_id, "data": chunk}, call)
+            place = {} if update.event_id is None else {"event_id": update.event_id}
+            await self._send({"type": "chunk", "id": request.id, **place, "data": chunk}, call)
         if update.error is not None:
-            error = {"type": "error", "id": request.id, "event_id": update.error_id, **error_object(update.error)}
+            error = {"type": "error", "id": request.id, **error_object(update.error)}
             await self._end(request, error)
         elif update.done:
             if rendering.include_usage:

@@ -61,6 +61,11 @@ STREAM_SLOW_READER = Counter(
     ("protocol",),
 )
 STREAMS_OPEN = Gauge("headrace_streams_open", "Answers that callers of this process wait for.", ("protocol",))
+RESUMES = Counter(
+    "headrace_resumes",  # Shown as headrace_resumes_total.
+    "Streams taken up again by their callers, by how that ended: completed, or the reason from the closed list.",
+    ("outcome",),
+)
 RECORDS = Counter(
     "headrace_records",  # Shown as headrace_records_total.
     "Records by topic and direction: in, out.",

@@ -28,6 +28,7 @@ REVOKED = "hr-bridge-revoked"
 BATCH_ONLY = "hr-bridge-batch"
 DISABLED = "hr-bridge-disabled"
 TENANT = "bridge-tenant"
+OTHER, OTHER_TENANT = "hr-bridge-other", "bridge-other"
 WAIT_S = 20.0
 
 
@@ -68,6 +69,7 @@ def _key(
 async def _register(settings: KafkaSettings) -> None:
     producer = EventProducer(settings, "bridge-tests")
     await producer.start()
+    await producer.send_and_wait(TENANTS, TenantChanged(OTHER_TENANT, "salt", (_key("o", OTHER),), 1), key=OTHER_TENANT)
     keys = (_key("good", KEY), _key("gone", REVOKED, revoked_ms=2), _key("batch", BATCH_ONLY, ("batch",)))
     await producer.send_and_wait(TENANTS, TenantChanged(TENANT, "salt", keys, 1), key=TENANT)
     disabled = TenantChanged("bridge-disabled", "salt", (_key("k", DISABLED),), 1, disabled=True)
@@ -78,12 +80,16 @@ async def _register(settings: KafkaSettings) -> None:
     await producer.stop()
 
 
-async def _main(settings: BridgeSettings, started: Callable[[RunningBridge], None]) -> None:
+async def _main(
+    settings: BridgeSettings, responder: Responder | None, started: Callable[[RunningBridge], None]
+) -> None:
     await _register(settings.kafka)
     stop = asyncio.Event()
-    responder = Responder(settings.kafka, settings.grant_secret)
-    answering = asyncio.create_task(responder.run())
-    await responder.ready.wait()
+    answering: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    if responder is None:
+        responder = Responder(settings.kafka, settings.grant_secret)
+        answering = asyncio.ensure_future(responder.run())
+        await responder.ready.wait()
     serving = asyncio.create_task(run(settings, stop))
     bridge = RunningBridge(f"http://127.0.0.1:{settings.port}", settings, responder, asyncio.get_running_loop(), stop)
     async with httpx.AsyncClient(base_url=bridge.url) as client:
@@ -103,8 +109,10 @@ async def _main(settings: BridgeSettings, started: Callable[[RunningBridge], Non
         bridge.stopped.set()
 
 
-def start_bridge(settings: BridgeSettings) -> tuple[RunningBridge, threading.Thread]:
-    """A bridge in its own thread and loop; set its stop event and join to end it."""
+def start_bridge(
+    settings: BridgeSettings, responder: Responder | None = None
+) -> tuple[RunningBridge, threading.Thread]:
+    """A bridge in its own thread and loop; set its stop event and join to end it. Brings a responder unless another answers."""
     holder: list[RunningBridge] = []
     errors: list[BaseException] = []
     ready = threading.Event()
@@ -116,7 +124,7 @@ def start_bridge(settings: BridgeSettings) -> tuple[RunningBridge, threading.Thr
     def main() -> None:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_main(settings, started))
+                runner.run(_main(settings, responder, started))
         except BaseException as error:
             errors.append(error)
         finally:

@@ -2,7 +2,8 @@
 
 The last user message (or the prompt) may be a JSON object: `tokens` (texts of the tokens), `tail` (text held back to the end),
 `reject` / `fail` (a reason), `fail_after` (tokens before the failure), `gap_ms` (between tokens), `first_ms` (before the start), `hang`
-(never end), `repeat`, `zombie` (send tokens of an old attempt too). Anything else is echoed, one token a character.
+(never end), `repeat`, `zombie` (send tokens of an old attempt too), `takeover_after` (tokens before another worker goes on). Anything else
+is echoed, one token a character.
 """
 
 from __future__ import annotations
@@ -23,21 +24,26 @@ from schemas.events import (
     ChoiceEnd,
     Event,
     GenerationStarted,
+    GenerationTakenOver,
+    InferenceAdmitted,
     InferenceCancelled,
     InferenceCompleted,
     InferenceFailed,
     InferenceRejected,
     InferenceRequested,
+    Position,
     Timings,
     TokenLogprob,
     TokensGenerated,
     Usage,
 )
-from schemas.topics import GRANT_HEADER, INTERACTIVE, requests_topic
+from schemas.ids import unix_ms
+from schemas.topics import GRANT_HEADER, INTERACTIVE, LIFECYCLE, requests_topic
 
 VERSION = "v1"
 ATTEMPT = Attempt(2, 1)
 OLD = Attempt(1, 7)
+NEXT = Attempt(3, 2)
 
 
 @dataclass
@@ -90,6 +96,14 @@ class Responder:
     async def _send(self, grant: Grant, event: Event) -> None:
         await self._producer.send(grant.reply.topic, event, partition=grant.reply.partition)
 
+    async def _admit(self, request: InferenceRequested, grant: Grant) -> None:
+        position = Position(requests_topic(INTERACTIVE), 0, 0)
+        now_ms = unix_ms(request.request_id)
+        admitted = InferenceAdmitted(
+            request.request_id, grant.tenant, grant.key_id, request.model, VERSION, INTERACTIVE, grant.reply, "work", 0, 7, 9, 16, now_ms, now_ms, position,
+        )  # fmt: skip
+        await self._producer.send(LIFECYCLE, admitted, key=grant.tenant)
+
     async def _answer(self, request: InferenceRequested, grant: Grant) -> None:
         script = _script(request)
         common = (request.request_id, grant.tenant, request.model)
@@ -103,23 +117,31 @@ class Responder:
                 retry_after_ms=script.get("retry_after_ms"),
             )
             await self._send(grant, event)
+            await self._producer.send(LIFECYCLE, event, key=grant.tenant)
             return
+        await self._admit(request, grant)
         await asyncio.sleep(script.get("first_ms", 0) / 1000)
         n = request.sampling.n
         where = (*common, VERSION, INTERACTIVE)
-        started = GenerationStarted(*where, ATTEMPT, (0,) * n, prompt_tokens=7, worker_id="w")
-        await self._send(grant, started)
+        attempt = ATTEMPT
+        await self._send(grant, GenerationStarted(*where, attempt, (0,) * n, prompt_tokens=7, worker_id="w"))
         tokens = [text.encode() for text in script["tokens"]] * script.get("repeat", 1)
         for i, token in enumerate(tokens):
+            if script.get("takeover_after") == i:
+                attempt = NEXT
+                await self._send(grant, GenerationTakenOver(*where, attempt, "w2"))
+                await asyncio.sleep(script.get("gap_ms", 0) / 1000)
+                await self._send(grant, TokensGenerated(request.request_id, 0, ATTEMPT, i, (666,), "LATE"))
+                await self._send(grant, GenerationStarted(*where, attempt, (i,) * n, prompt_tokens=7, worker_id="w2"))
             if script.get("fail_after") == i:
-                await self._send(grant, InferenceFailed(*where, script["fail"], "broke", ATTEMPT, (i,) * n))
+                await self._send(grant, InferenceFailed(*where, script["fail"], "broke", attempt, (i,) * n))
                 return
             for choice in range(n):
                 if script.get("zombie"):
                     await self._send(grant, TokensGenerated(request.request_id, choice, OLD, i, (666,), "ZOMBIE"))
                 logprobs = _logprobs(token, request.sampling.logprobs)
                 await self._send(
-                    grant, TokensGenerated(request.request_id, choice, ATTEMPT, i, (i,), token.decode(), logprobs)
+                    grant, TokensGenerated(request.request_id, choice, attempt, i, (i,), token.decode(), logprobs)
                 )
             self.tokens_sent[request.request_id] = i + 1
             if gap_ms := script.get("gap_ms"):
@@ -128,7 +150,7 @@ class Responder:
             await asyncio.sleep(3600)
         ends = tuple(ChoiceEnd(choice, len(tokens), "stop", text=script.get("tail", "")) for choice in range(n))
         usage = Usage(7, n * len(tokens), 3)
-        await self._send(grant, InferenceCompleted(*where, ATTEMPT, ends, usage, Timings(), "w"))
+        await self._send(grant, InferenceCompleted(*where, attempt, ends, usage, Timings(), "w"))
 
 
 async def _end(tasks: dict[str, asyncio.Task[None]]) -> None:

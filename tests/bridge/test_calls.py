@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.calls import Call
+from bridge.calls import Call, Leg
+from bridge.event_ids import Shape
 from bridge.openai_chat import ChatRendering
 from bridge.streams import peek_request_id
 from decisions.stream import Input
@@ -56,9 +57,13 @@ def feed(call: Call, *events: Input) -> None:
         call.feed(call.legs[0], event, 0, offset)
 
 
+def place(leg: Leg) -> str:
+    return f"{leg.request_id}:{leg.partition}:{leg.offset}"
+
+
 @pytest.fixture
 async def call() -> Call:
-    found = Call(1000, 0.0)
+    found = Call(1000, 0.0, name=place)
     found.add_leg(ID, 0)
     return found
 
@@ -146,9 +151,9 @@ def test_no_way_of_taking_loses_or_repeats_text(pieces: list[tuple[int, str]], d
     """Whatever a reader takes at a time, each choice's text is whole, in order, and each id stands for all before it."""
 
     async def scenario() -> None:
-        call = Call(1000, 0.0)
+        call = Call(1000, 0.0, name=place)
         leg = call.add_leg(ID, 0)
-        rendering = ChatRendering(call, "m", 2, False)
+        rendering = ChatRendering(call, Shape(False, False, "m"), 2)
         counts, shown, offset = [0, 0], ["", ""], 0
         call.feed(leg, started(A1, 0, 0), 0, offset)
         events: list[Input] = []

@@ -10,7 +10,9 @@ import pytest
 
 from bridge.auth import Authenticator, Caller
 from bridge.door import FrontDoor
+from bridge.event_ids import EventIds
 from bridge.openai_chat import ChatCall
+from bridge.resume import Resumes
 from bridge.streams import Dispatcher
 from infra.directory import ModelDirectory, TenantDirectory
 from infra.grants import read
@@ -59,8 +61,10 @@ async def door(producer: FakeProducer) -> FrontDoor:
     kafka = KafkaSettings()
     settings = BridgeSettings(open_requests_max=2)
     auth = Authenticator(TenantDirectory(kafka), SECRET, Reply("tokens", 1), 10_000)
-    dispatcher = Dispatcher(kafka, 1, EventDecoder(kafka))
-    return FrontDoor(settings, auth, ModelDirectory(kafka), producer, dispatcher)  # type: ignore[arg-type]
+    decoder = EventDecoder(kafka)
+    dispatcher = Dispatcher(kafka, 1, decoder)
+    resumes = Resumes(settings, dispatcher, decoder, EventIds(SECRET))
+    return FrontDoor(settings, auth, ModelDirectory(kafka), producer, dispatcher, resumes)  # type: ignore[arg-type]
 
 
 def requests(**fields: Any) -> list[InferenceRequested]:

@@ -20,6 +20,7 @@ from infra.topics import ensure_core
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 from tests.bridge.conftest import RunningBridge, start_bridge
+from tests.bridge.test_cancel import newest
 from tests.bridge.test_openai_chat import body, script
 
 
@@ -38,7 +39,8 @@ async def test_the_docs_page_needs_nothing_from_elsewhere(bridge: RunningBridge)
 
 def test_the_document_names_every_path_and_resolves_every_reference() -> None:
     text = json.dumps(document())
-    assert set(document()["paths"]) == {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"}
+    paths = {"/v1/chat/completions", "/v1/completions", "/v1/streams/{stream}", "/v1/models", "/v1/models/{model}"}
+    assert set(document()["paths"]) == paths
     for name in re.findall(r'"#/components/schemas/(\w+)"', text):
         assert name in document()["components"]["schemas"]
     chat = document()["components"]["schemas"]["ChatRequest"]
@@ -61,7 +63,7 @@ async def test_health_and_metrics(bridge: RunningBridge) -> None:
     assert re.search(r'headrace_requests_total\{model="bridge-model",outcome="completed".*\} [1-9]', metrics)
 
 
-async def test_a_stop_lets_calls_end_cancels_the_rest_and_frees_the_port(bridge: RunningBridge) -> None:
+async def test_a_stop_lets_calls_end_leaves_streams_to_be_resumed_and_frees_the_port(bridge: RunningBridge) -> None:
     settings = dataclasses.replace(
         bridge.settings, port=ports.free_port(), ops_port=0, instance="bridge-stopping", drain_ms=1_500
     )
@@ -71,23 +73,26 @@ async def test_a_stop_lets_calls_end_cancels_the_rest_and_frees_the_port(bridge:
         short = asyncio.create_task(
             client.post("/v1/chat/completions", json=body(messages=script(mark="short", tokens=["a", "b"], gap_ms=300)))
         )
-        long = asyncio.create_task(
-            client.post("/v1/chat/completions", json=body(messages=script(mark="long", tokens=["a"], hang=True)))
+        hanging = {"tokens": ["a"], "hang": True}
+        stream = asyncio.create_task(
+            client.post("/v1/chat/completions", json=body(messages=script(mark="long-stream", **hanging)))
         )
-        await other.until(lambda: len(other.responder.seen) >= 2)
+        whole = asyncio.create_task(
+            client.post("/v1/chat/completions", json=body(messages=script(mark="long-whole", **hanging), stream=False))
+        )
+        await other.until(
+            lambda: newest(other, "long-whole") and newest(other, "long-stream") and newest(other, "short")
+        )
         await asyncio.sleep(0.1)
         other.loop.call_soon_threadsafe(other.stop.set)
         assert "[DONE]" in (await short).text
-        with pytest.raises(httpx.TransportError):
-            await long
+        for cut in (stream, whole):
+            with pytest.raises(httpx.TransportError):
+                await cut
     await loop.run_in_executor(None, thread.join, 30)
     assert not thread.is_alive()
-    left = next(
-        request_id
-        for request_id, seen in other.responder.seen.items()
-        if "long" in (seen.event.messages or ())[0].content
-    )
-    await bridge.until(lambda: left in bridge.responder.cancelled)
+    await bridge.until(lambda: newest(bridge, "long-whole") in bridge.responder.cancelled)
+    assert newest(bridge, "long-stream") not in bridge.responder.cancelled
     ports.require_free(settings.port)
 
 

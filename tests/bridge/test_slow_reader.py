@@ -13,6 +13,7 @@ import pytest
 import websockets
 
 from bridge.calls import Call
+from bridge.event_ids import Shape
 from bridge.openai_chat import ChatRendering
 from bridge.servers import ABORT
 from bridge.sse import SseResponse
@@ -102,11 +103,16 @@ async def never() -> Any:
 
 
 def respond(bound: int) -> tuple[Call, SseResponse, list[bool]]:
-    call = Call(bound, 0.0)
+    call = Call(bound, 0.0, name=lambda leg: f"{leg.request_id}:{leg.partition}:{leg.offset}")
     call.add_leg(ID, 0)
     finished: list[bool] = []
     response = SseResponse(
-        call, ChatRendering(call, "m", 1, False), lambda _: None, lambda: finished.append(True), 60.0, 60.0
+        call,
+        ChatRendering(call, Shape(False, False, "m"), 1),
+        lambda _: None,
+        lambda: finished.append(True),
+        60.0,
+        60.0,
     )
     return call, response, finished
 

@@ -1,0 +1,255 @@
+"""A caller comes back: its stream goes on after the last event it had, or starts from its beginning, on this bridge as on any other.
+
+After an event, everything needed stands in its id: the records that follow are read from its partition until they are caught up with,
+then handed on as they come. From the beginning, the place is looked up in `lifecycle`. What has gone from `tokens` comes from `answers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, replace
+
+import structlog
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka.errors import KafkaError
+
+from bridge.calls import Call, Leg, Served
+from bridge.errors import rejection, unreachable
+from bridge.event_ids import PARAM, EventIds, Mark, Shape
+from bridge.followers import Followers
+from bridge.openai_chat import ChatRendering
+from bridge.openai_completions import CompletionRendering
+from bridge.rendering import Rendering
+from bridge.replay import SKEW_MS, Gone, answer, catch_up, seek_to_offset, seek_to_time, verdict
+from bridge.streams import Dispatcher
+from decisions.resume import rest
+from infra.kafka import make_consumer
+from infra.log import EventDecoder
+from infra.settings import BridgeSettings
+from schemas.errors import HeadraceError
+from schemas.events import InferenceAnswered, InferenceRejected, Reply
+from schemas.ids import unix_ms
+from schemas.reasons import Reason
+from schemas.topics import HOUR_MS, INTERACTIVE
+
+READERS_MAX = 16
+"""Streams that are being caught up with at once; others wait their turn."""
+OPEN_MAX_S = 30.0
+"""How long the caller waits for its turn and for its place to be found."""
+LONGEST_MS = 2 * HOUR_MS
+"""How long a request may take at most: endings closes it then."""
+FOLLOW_MIN_S = 60.0
+"""A resumed stream is followed at least so long."""
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a caller wants: a stream's rest after an event, or without one all of it, in the shape given here."""
+
+    request_id: str
+    last_event_id: str | None = None
+    completions: bool = False
+    include_usage: bool = False
+    cancel_on_disconnect: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Resumed:
+    """A stream taken up again."""
+
+    call: Call
+    shape: Shape
+
+    def rendering(self) -> Rendering:
+        """How it is shown; ask after the call's verdict, which tells the number of choices."""
+        choices = len(self.call.legs[0].state.accepted)
+        kind = CompletionRendering if self.shape.completions else ChatRendering
+        return kind(self.call, self.shape, choices)
+
+
+class Resumes:
+    """Opens resumed streams, and names the events of all."""
+
+    def __init__(self, settings: BridgeSettings, own: Dispatcher, decoder: EventDecoder, ids: EventIds) -> None:
+        """`own` reads this bridge's partition."""
+        self._settings = settings
+        self._decoder = decoder
+        self._ids = ids
+        self._followers = Followers(settings.kafka, own, decoder)
+        self._slots = asyncio.Semaphore(READERS_MAX)
+        self._open: set[Call] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        """How many resumed streams are open."""
+        return len(self._open)
+
+    async def stop(self) -> None:
+        """Stop reading for whoever is left."""
+        for call in list(self._open):
+            call.release()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._followers.stop()
+
+    def namer(self, shape: Shape, tenant: str, reply: Reply, answered: bool = False) -> Callable[[Leg], str]:
+        """Gives the id of the place where a leg of a call with a single one stands."""
+
+        def name(leg: Leg) -> str:
+            mark = Mark(
+                request_id=leg.request_id,
+                reply=replace(reply, partition=leg.partition),
+                offset=leg.offset,
+                shape=shape,
+                version="" if leg.served is None else leg.served.version,
+                attempt=leg.state.attempt,
+                started=leg.state.started,
+                accepted=leg.state.accepted,
+                chars=tuple(leg.chars),
+                text_offsets=tuple(leg.text_offsets) if shape.completions and any(leg.text_offsets) else (),
+                usage=leg.usage,
+                answered=answered,
+            )
+            return self._ids.write(mark, tenant)
+
+        return name
+
+    async def open(self, tenant: str, wish: Wish, arrived_s: float) -> Resumed:
+        """Find the place and begin to read there; release the call whatever happens.
+
+        Raises HeadraceError: invalid_request, not_found, overloaded, unavailable, and what the request was refused for.
+        """
+        mark = None if wish.last_event_id is None else self._ids.read(wish.last_event_id, tenant)
+        if mark is not None and mark.request_id != wish.request_id:
+            raise HeadraceError(Reason.INVALID_REQUEST, "the event is of another stream", param=PARAM)
+        call = Call(self._settings.reader_pending_bytes_max, arrived_s, resumed=True, opened=mark is not None)
+        call.outlives = not wish.cancel_on_disconnect
+        leg = call.add_leg(wish.request_id, 0)
+        frees = ExitStack()
+        call.on_release = frees.close
+        self._open.add(call)
+        frees.callback(self._open.discard, call)
+        try:
+            async with asyncio.timeout(OPEN_MAX_S):
+                return await self._begin(tenant, wish, leg, mark, frees)
+        except (TimeoutError, KafkaError, OSError) as error:
+            call.release()
+            _log.warning("a stream can't be resumed", request_id=wish.request_id, error=repr(error))
+            raise unreachable() from None
+        except BaseException:
+            call.release()
+            raise
+
+    async def _begin(self, tenant: str, wish: Wish, leg: Leg, mark: Mark | None, frees: ExitStack) -> Resumed:
+        call = leg.call
+        if mark is not None and mark.usage is not None:
+            _restore(leg, mark, tenant)
+            return Resumed(call, mark.shape)
+        async with AsyncExitStack() as stack:
+            consumer = await self._reader(stack)
+            if mark is None:
+                shape = await self._from_start(consumer, tenant, wish, leg)
+            else:
+                shape = mark.shape
+                await self._after(consumer, tenant, leg, mark)
+            if not call.done:
+                await self._follow(stack.pop_all(), consumer, leg, frees)
+        return Resumed(call, shape)
+
+    async def _reader(self, stack: AsyncExitStack) -> AIOKafkaConsumer:
+        await self._slots.acquire()
+        stack.callback(self._slots.release)
+        consumer = make_consumer(
+            self._settings.kafka, auto_offset_reset="none"
+        )  # a place that has gone must not be skipped
+        stack.push_async_callback(consumer.stop)
+        await consumer.start()
+        return consumer
+
+    async def _after(self, consumer: AIOKafkaConsumer, tenant: str, leg: Leg, mark: Mark) -> None:
+        """Stand right after a mark."""
+        _restore(leg, mark, tenant)
+        leg.call.reply = mark.reply
+        leg.call.name = self.namer(mark.shape, tenant, mark.reply)
+        leg.call.begun()
+        try:
+            if mark.answered:
+                raise Gone
+            await seek_to_offset(consumer, TopicPartition(mark.reply.topic, mark.reply.partition), mark.offset + 1)
+        except Gone:
+            found = await answer(consumer, self._decoder, leg.request_id, tenant)
+            if found is None:
+                raise HeadraceError(Reason.NOT_FOUND, "the rest of this stream is no longer kept") from None
+            self._show(leg, found, mark.shape, mark.reply)
+
+    async def _from_start(self, consumer: AIOKafkaConsumer, tenant: str, wish: Wish, leg: Leg) -> Shape:
+        """Stand at a request's beginning."""
+        admitted = await verdict(consumer, self._decoder, wish.request_id, tenant)
+        if admitted is None:
+            raise HeadraceError(Reason.NOT_FOUND, "there is no such stream")
+        if isinstance(admitted, InferenceRejected):
+            raise rejection(admitted)
+        shape, reply = Shape(wish.completions, wish.include_usage, admitted.model), admitted.reply
+        leg.call.reply = reply
+        leg.call.name = self.namer(shape, tenant, reply)
+        place, from_ms = TopicPartition(reply.topic, reply.partition), admitted.requested_ms - SKEW_MS
+        if not await seek_to_time(consumer, place, from_ms):
+            found = await answer(consumer, self._decoder, wish.request_id, tenant)
+            if found is not None:
+                self._show(leg, found, shape, reply)
+            elif _left_s(wish.request_id) <= 0:
+                raise HeadraceError(Reason.NOT_FOUND, "this stream is no longer kept")
+            else:
+                await seek_to_time(consumer, place, from_ms)
+        return shape
+
+    def _show(self, leg: Leg, found: InferenceAnswered, shape: Shape, reply: Reply) -> None:
+        """Feed a leg the rest of a whole answer. Its offsets are nobody's: whoever comes back is answered from the answer again."""
+        call = leg.call
+        call.name = self.namer(shape, found.tenant, reply, answered=True)
+        for offset, event in enumerate(rest(found, leg.state, tuple(leg.chars)), leg.offset + 1):
+            call.feed(leg, event, reply.partition, offset)
+
+    async def _follow(self, stack: AsyncExitStack, consumer: AIOKafkaConsumer, leg: Leg, frees: ExitStack) -> None:
+        """Read on from where the consumer stands, until the call is released. The stack holds what reading needs."""
+        call = leg.call
+        loop = asyncio.get_running_loop()
+        try:
+            place = next(iter(consumer.assignment()))
+            follower = await self._followers.acquire(place)
+        except BaseException:
+            await stack.aclose()
+            raise
+        frees.callback(self._followers.release, follower)
+        frees.callback(follower.unregister, leg)
+        late = HeadraceError(Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text)
+        call.timer = loop.call_later(max(FOLLOW_MIN_S, _left_s(leg.request_id)), call.fail, late)
+        task = asyncio.create_task(self._read(stack, consumer, leg, follower), name="resume")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        frees.callback(task.cancel)
+
+    async def _read(self, stack: AsyncExitStack, consumer: AIOKafkaConsumer, leg: Leg, follower: Dispatcher) -> None:
+        try:
+            async with stack:
+                await catch_up(consumer, self._decoder, leg, follower)
+        except Exception as error:  # whatever it was, the caller must not wait for ever
+            _log.warning("a resumed stream can't be read", request_id=leg.request_id, error=repr(error))
+            leg.call.fail(unreachable())
+
+
+def _restore(leg: Leg, mark: Mark, tenant: str) -> None:
+    leg.state = mark.state(tenant)
+    leg.served = Served(mark.shape.model, mark.version, INTERACTIVE)
+    leg.partition, leg.offset = mark.reply.partition, mark.offset
+    leg.chars = list(mark.chars)
+    leg.text_offsets = list(mark.text_offsets) or [0] * len(mark.accepted)
+    if mark.usage is not None:
+        leg.call.complete(leg, mark.usage)
+
+
+def _left_s(request_id: str) -> float:
+    return (unix_ms(request_id) + LONGEST_MS) / 1000 - time.time()
