@@ -48,7 +48,8 @@ async def history(settings: KafkaSettings, request_id: str, *, everything: bool 
     """A request's records in the order of their timestamps.
 
     Reads from the time in the id, less a margin, up to the end as it is now, and no further than shortly after the request's ending.
-    With `everything`, from the beginning and to the end: for an id whose maker's clock was wrong.
+    With `everything`, from the beginning and to the end: for an id whose maker's clock was wrong. Raises HeadraceError (unavailable) if
+    that takes longer than `FETCH_TIMEOUT_S`, and (answer_too_large) for more than `FOUND_MAX` records.
     """
     from infra.kafka import make_consumer
     from infra.log import EventDecoder
@@ -60,6 +61,10 @@ async def history(settings: KafkaSettings, request_id: str, *, everything: bool 
         found = await asyncio.wait_for(
             _read_all(consumer, decoder, request_id, ends, everything=everything), FETCH_TIMEOUT_S
         )
+    except TimeoutError:
+        raise HeadraceError(
+            Reason.UNAVAILABLE, f"the log was not read to its end within {FETCH_TIMEOUT_S:.0f} s; try again"
+        ) from None
     finally:
         await consumer.stop()
     return sorted(found, key=lambda item: (item.timestamp_ms, _rank(item), item.topic, item.partition, item.offset))

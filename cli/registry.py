@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,31 +45,25 @@ class Models:
                 self.stable[event.model] = event.version
 
 
-async def _read(settings: KafkaSettings, topic: str, apply: Callable[[Event, Any], None]) -> None:
-    from infra.views import View
-
-    view = View(settings, topic, apply)
-    await view.start()
-    await view.stop()
-
-
 async def read_models(settings: KafkaSettings) -> Models:
     """The registry as it is now."""
+    from infra.views import View
+
     models = Models()
-    await _read(settings, REGISTRY, models.apply)
+    view = View(settings, REGISTRY, models.apply)
+    await view.start()
+    await view.stop()
     return models
 
 
 async def read_tenants(settings: KafkaSettings) -> dict[str, TenantChanged]:
     """Every tenant's present state, by name."""
-    tenants: dict[str, TenantChanged] = {}
+    from infra.directory import TenantDirectory
 
-    def apply(event: Event, _record: Any) -> None:
-        if isinstance(event, TenantChanged):
-            tenants[event.tenant] = event
-
-    await _read(settings, TENANTS, apply)
-    return tenants
+    directory = TenantDirectory(settings)
+    await directory.start()
+    await directory.stop()
+    return {tenant.tenant: tenant for tenant in directory.all()}
 
 
 async def read_tenant(settings: KafkaSettings, name: str) -> TenantChanged:

@@ -5,7 +5,7 @@ Lookups are dictionary accesses. Each directory is a `View`: `start()` it before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from aiokafka import ConsumerRecord
@@ -27,11 +27,10 @@ STOPPED = "stopped"
 
 
 class TenantDirectory(View):
-    """Tenants by name and by the hash of a key. `on_change` hears of every change after it is in force."""
+    """Tenants by name and by the hash of a key."""
 
-    def __init__(self, settings: KafkaSettings, on_change: Callable[[TenantChanged], None] | None = None) -> None:
+    def __init__(self, settings: KafkaSettings) -> None:
         super().__init__(settings, TENANTS, self._on_event, self._on_removed)
-        self._on_change = on_change
         self._tenants: dict[str, TenantChanged] = {}
         self._keys: dict[str, tuple[TenantChanged, ApiKey]] = {}
 
@@ -52,8 +51,6 @@ class TenantDirectory(View):
             self._forget(event.tenant)
             self._tenants[event.tenant] = event
             self._keys.update((key.sha256, (event, key)) for key in event.keys)
-            if self._on_change is not None:
-                self._on_change(event)
 
     def _on_removed(self, name: str) -> None:
         self._forget(name)
@@ -121,13 +118,9 @@ class WorkerDirectory(View):
         """Every worker, by id."""
         return [self._workers[worker_id] for worker_id in sorted(self._workers)]
 
-    def serving(self, model: str, version: str, since_ms: int = 0) -> list[SeenWorker]:
-        """The workers of a version that reported at `since_ms` (record time) or later, by id."""
-        return [
-            worker
-            for worker in self.all()
-            if (worker.report.model, worker.report.version) == (model, version) and worker.seen_ms >= since_ms
-        ]
+    def serving(self, model: str, version: str) -> list[SeenWorker]:
+        """The workers of a version, by id."""
+        return [worker for worker in self.all() if (worker.report.model, worker.report.version) == (model, version)]
 
     def _on_event(self, event: Event, record: ConsumerRecord) -> None:
         if not isinstance(event, WorkerReported):

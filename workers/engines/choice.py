@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from infra.artifacts import resolve_artifact
+from infra.models_file import ENGINES, SCRIPTED, VLLM
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
 from schemas.reasons import Reason
+from text.tokenizer import BYTES_REF
 from workers.engines.port import Engine, EngineConfig
-
-SCRIPTED, VLLM = "scripted", "vllm"
-ENGINES = (VLLM, SCRIPTED)
 
 
 def resolved(version: ModelVersionRegistered, data_dir: Path) -> ModelVersionRegistered:
@@ -61,4 +60,4 @@ def make_engine(version: ModelVersionRegistered, slots: int) -> Engine:
 
 def tokenizer_ref(version: ModelVersionRegistered) -> str:
     """What `text.tokenizer.load_tokenizer` takes for a resolved version."""
-    return version.tokenizer or "bytes"
+    return version.tokenizer or BYTES_REF
