@@ -26,11 +26,13 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 FRANCE = "What is the capital of France?"
 STORY = "Tell me a long story about a river, a mill and a wheel."
 VOCAB_SIZE = 49_152
+ANSWER_S_MAX = 240.0
 
 
 def ask(stack: RunningStack, content: str, **options: Any) -> Any:
     messages: list[Any] = [{"role": "user", "content": content}]
-    return stack.client().chat.completions.create(model=LLM, messages=messages, **({"temperature": 0} | options))
+    client = stack.client().with_options(timeout=ANSWER_S_MAX)
+    return client.chat.completions.create(model=LLM, messages=messages, **({"temperature": 0} | options))
 
 
 def text_of(chunks: Sequence[Any]) -> str:
@@ -62,7 +64,7 @@ async def test_the_asynchronous_client_streams_several_at_once(stack: RunningSta
         )
         return text_of([chunk async for chunk in stream])
 
-    async with stack.async_client() as client:
+    async with stack.async_client().with_options(timeout=ANSWER_S_MAX) as client:
         assert await asyncio.gather(*(one(client) for _ in range(6))) == [story] * 6  # more than there are slots
 
 
