@@ -23,7 +23,7 @@ from bridge.auth import Caller
 from bridge.body import parse_object, read_body
 from bridge.calls import Call
 from bridge.door import FrontDoor
-from bridge.errors import REQUEST_ID_HEADER, error_response
+from bridge.errors import REQUEST_ID_HEADER, error_response, stopping
 from bridge.observe import Observer, refused
 from bridge.openai_chat import ChatCall
 from bridge.openai_completions import CompletionCall
@@ -170,9 +170,13 @@ class _Serving:
         self._caller = caller
         self._call = call
         self._observer = Observer(call, protocol)
+        self._finished = False
         self._watch = asyncio.create_task(_leave_when_closed(request.receive, call), name="disconnect")
 
     def _finish(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
         self._watch.cancel()
         self._observer.finish()
         self._door.close(self._call, self._caller)
@@ -193,6 +197,8 @@ class _Serving:
         except HeadraceError as error:
             self._finish()
             return error_response(error, self._call.request_id)
+        except asyncio.CancelledError:
+            return self._cut()
         except BaseException:
             self._finish()
             raise
@@ -203,9 +209,17 @@ class _Serving:
             body = await _collect(self._call, rendering())
         except HeadraceError as error:
             return error_response(error, self._call.request_id)
+        except asyncio.CancelledError:
+            return self._cut()
         finally:
             self._finish()
         return _json(body, {REQUEST_ID_HEADER: self._call.request_id})
+
+    def _cut(self) -> Response:
+        """The server gives up a call that has had no word yet, since it stops."""
+        self._call.fail(stopping())
+        self._finish()
+        return error_response(stopping(), self._call.request_id)
 
 
 async def _collect(call: Call, rendering: Rendering) -> dict[str, Any]:

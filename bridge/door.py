@@ -10,7 +10,7 @@ import structlog
 
 from bridge.auth import Authenticator, Caller
 from bridge.calls import Call, Leg
-from bridge.errors import caller_param, unreachable
+from bridge.errors import caller_param, stopping, unreachable
 from bridge.event_ids import Shape
 from bridge.resume import Resumed, Resumes, Wish
 from bridge.streams import Dispatcher
@@ -96,7 +96,7 @@ class FrontDoor:
 
     def _let_in(self, requests: int) -> None:
         if self.draining:
-            raise HeadraceError(Reason.UNAVAILABLE, "this front door is stopping; try again", retry_after_ms=1000)
+            raise stopping()
         if len(self.dispatcher) + len(self.resumes) + requests > self.settings.open_requests_max:
             raise HeadraceError(Reason.OVERLOADED, "this front door holds all the calls it can", retry_after_ms=1000)
 

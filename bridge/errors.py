@@ -43,6 +43,11 @@ def unreachable() -> HeadraceError:
     return HeadraceError(Reason.UNAVAILABLE, Reason.UNAVAILABLE.text, retry_after_ms=1000)
 
 
+def stopping() -> HeadraceError:
+    """This process ends."""
+    return HeadraceError(Reason.UNAVAILABLE, "this front door is stopping; try again", retry_after_ms=1000)
+
+
 def rejection(event: InferenceRejected) -> HeadraceError:
     """Admission's refusal as an error; its parameter is named as the caller named it."""
     return HeadraceError(
