@@ -7,9 +7,10 @@ import datetime as dt
 import ipaddress
 import secrets
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from aiokafka.protocol.admin import CreateAclsRequest
 from cryptography import x509
@@ -26,7 +27,9 @@ from infra.settings import KafkaSettings
 
 ADMIN = "admin"
 LIFETIME = dt.timedelta(days=1)
+PLAIN, SCRAM = "PLAIN", "SCRAM-SHA-512"
 PLAIN_LOGIN = "org.apache.kafka.common.security.plain.PlainLoginModule required"
+SCRAM_LOGIN = "org.apache.kafka.common.security.scram.ScramLoginModule required;"
 # The protocol's numbers for what `kafka-acls.sh` names
 _KINDS = {"topic": 2, "group": 3, "cluster": 4}
 _OPERATIONS = {
@@ -82,6 +85,18 @@ def _common_name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
+class _Broker(EmbeddedKafka):
+    """A broker that knows users by SCRAM from its first start."""
+
+    scram_users: Mapping[str, str] = MappingProxyType({})
+
+    def _java(self, jars: list[Path], main: str, *arguments: str) -> list[str]:
+        if main == "kafka.tools.StorageTool":
+            for user, password in self.scram_users.items():
+                arguments += ("--add-scram", f"{SCRAM}=[name={user},password={password}]")
+        return super()._java(jars, main, *arguments)
+
+
 @dataclass
 class SecuredKafka:
     """The broker's two doors: `port` takes a user and a password over TLS, `mutual_port` a client's certificate.
@@ -98,13 +113,14 @@ class SecuredKafka:
         self.authority = Authority(self.folder / "certificates")
         users = [f"headrace-{role.name}" for role in ROLES] + [f"headrace-tenant-{name}" for name in self.tenants]
         self.passwords = {user: secrets.token_hex(16) for user in (ADMIN, *users)}
-        self.broker = EmbeddedKafka(self.folder / "kafka", self.port, overrides=self._properties())
+        self.broker = _Broker(self.folder / "kafka", self.port, overrides=self._properties())
+        self.broker.scram_users = self.passwords
 
-    def settings(self, user: str) -> KafkaSettings:
+    def settings(self, user: str, mechanism: str = SCRAM) -> KafkaSettings:
         """How this user signs in with its password; `user` is a role's name, or `admin`."""
         user = user if user == ADMIN else f"headrace-{user}"
         return KafkaSettings(
-            f"{HOST}:{self.port}", "SASL_SSL", "PLAIN", user, self.passwords[user], str(self.authority.file)
+            f"{HOST}:{self.port}", "SASL_SSL", mechanism, user, self.passwords[user], str(self.authority.file)
         )
 
     def mutual(self, role: str) -> KafkaSettings:
@@ -147,7 +163,8 @@ class SecuredKafka:
             "listener.security.protocol.map": "SECURED:SASL_SSL,MUTUAL:SSL,CONTROLLER:PLAINTEXT",
             "inter.broker.listener.name": "SECURED",
             "sasl.mechanism.inter.broker.protocol": "PLAIN",
-            "listener.name.secured.sasl.enabled.mechanisms": "PLAIN",
+            "listener.name.secured.sasl.enabled.mechanisms": f"{PLAIN},{SCRAM}",
+            "listener.name.secured.scram-sha-512.sasl.jaas.config": SCRAM_LOGIN,
             "listener.name.secured.plain.sasl.jaas.config": login,
             "listener.name.mutual.ssl.client.auth": "required",
             "ssl.principal.mapping.rules": "RULE:^CN=([^,]+).*$/$1/",

@@ -25,7 +25,7 @@ from infra.settings import KafkaSettings, grant_secret
 from infra.topics import ensure_tenant
 from schemas.events import Reply
 from tests.system.running import MODEL, ROOT, TENANTS, RunningStack
-from tests.system.secured import Authority, SecuredKafka, with_password
+from tests.system.secured import PLAIN, SCRAM, Authority, SecuredKafka, with_password
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.kafka]
 
@@ -37,6 +37,9 @@ PROCESSES = {
     "worker": ("worker", MODEL, "1"),
     "operator": ("topics", "list"),
 }
+SERVING = ("worker", "admission", "endings", "bridge")
+BY_CERTIFICATE = ("worker", "admission")
+"""One on aiokafka and one on Faust, in a second round."""
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +60,9 @@ def stack(secured: SecuredKafka, tmp_path_factory: pytest.TempPathFactory) -> It
         running.thread.run(running._prepare(ModelEntry(MODEL, "1", "scripted", "scripted", 4096, slots=4)))
         for tenant in TENANTS:
             running.thread.run(ensure_tenant(running.kafka, tenant))
-        for name in ("worker", "admission", "endings", "bridge"):
+        for name in SERVING:
             add(running, name, secured.settings(name))
-        for name in ("worker", "admission", "endings", "bridge"):
+        for name in SERVING:
             running.await_ready(name)
         yield running
     finally:
@@ -87,20 +90,16 @@ def test_a_chat_is_answered_by_processes_that_may_do_no_more_than_their_part(
     stack: RunningStack, secured: SecuredKafka
 ) -> None:
     assert ask(stack, "Hello, wörld") == "Hello, wörld"
-    assert (stack.data_dir / "logs").is_dir()
-    assert files_that_tell(secured.passwords, stack.data_dir) == []
-    command = stack.command("topics", "tail", "answers", "--from", "beginning", "--no-follow", "--json")
-    assert "InferenceAnswered" in command.stdout
-
-
-def test_certificates_sign_in_every_kind_of_client(stack: RunningStack, secured: SecuredKafka) -> None:
-    names = ("worker", "admission", "endings", "bridge")
-    for name in names:
+    tail = stack.command("topics", "tail", "answers", "--from", "beginning", "--no-follow", "--json")
+    assert "InferenceAnswered" in tail.stdout
+    for name in BY_CERTIFICATE:
         stack.remove(name)
         add(stack, name, secured.mutual(name))
-    for name in names:
+    for name in BY_CERTIFICATE:
         stack.await_ready(name)
     assert ask(stack, "By certificate") == "By certificate"
+    assert (stack.data_dir / "logs" / "worker.log").stat().st_size
+    assert files_that_tell(secured.passwords, stack.data_dir) == []
 
 
 async def test_a_direct_producer_asks_and_reads_its_own_answer(stack: RunningStack, secured: SecuredKafka) -> None:
@@ -142,7 +141,7 @@ def request_id() -> str:
     return str(uuid.UUID(int=number & ~(0xF << 76 | 0x3 << 62) | 7 << 76 | 2 << 62))
 
 
-@pytest.mark.parametrize("way", ["password", "certificate"])
+@pytest.mark.parametrize("way", [SCRAM, PLAIN, "certificate"])
 @pytest.mark.parametrize(
     ("role", "topic"),
     [
@@ -159,7 +158,7 @@ def request_id() -> str:
 async def test_nobody_writes_what_is_anothers(
     stack: RunningStack, secured: SecuredKafka, role: str, topic: str, way: str
 ) -> None:
-    producer = make_producer(secured.settings(role) if way == "password" else secured.mutual(role))
+    producer = make_producer(secured.mutual(role) if way == "certificate" else secured.settings(role, way))
     await producer.start()
     try:
         with pytest.raises(TopicAuthorizationFailedError):
@@ -211,10 +210,11 @@ def run_all(settings: dict[str, KafkaSettings], data_dir: Path) -> dict[str, Any
 
 def test_a_wrong_password_ends_every_process_with_clear_words(secured: SecuredKafka, tmp_path: Path) -> None:
     wrong = "not-the-password-" + uuid.uuid4().hex
-    settings = {name: with_password(secured.settings(name), wrong) for name in PROCESSES}
+    ways = {name: PLAIN if name in ("endings", "operator") else SCRAM for name in PROCESSES}
+    settings = {name: with_password(secured.settings(name, way), wrong) for name, way in ways.items()}
     for name, (written, status) in run_all(settings, tmp_path).items():
         assert status == 1, (name, written)
-        assert f"refused 'headrace-{name}' by PLAIN" in written, (name, written)
+        assert f"refused 'headrace-{name}' by {ways[name]}" in written, (name, written)
         assert wrong not in written
         assert "Traceback" not in written, (name, written)
     assert files_that_tell({"wrong": wrong}, tmp_path) == []
@@ -223,8 +223,7 @@ def test_a_wrong_password_ends_every_process_with_clear_words(secured: SecuredKa
 def test_a_cluster_that_another_authority_vouches_for_is_not_trusted(secured: SecuredKafka, tmp_path: Path) -> None:
     other = Authority(tmp_path / "other", "another authority")
     settings = {
-        name: dataclasses.replace(secured.settings(name), ssl_cafile=str(other.file))
-        for name in ("endings", "worker", "operator")
+        name: dataclasses.replace(secured.settings(name), ssl_cafile=str(other.file)) for name in ("worker", "operator")
     }
     for name, (written, status) in run_all(settings, tmp_path).items():
         assert status == 1, (name, written)
