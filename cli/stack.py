@@ -34,7 +34,7 @@ from infra import ports
 from infra.broker import EmbeddedKafka
 from infra.models_file import ModelEntry
 from infra.settings import KafkaSettings, grant_secret
-from infra.supervisor import ChildFailed, ChildSpec, Supervisor
+from infra.supervisor import ChildSpec, Supervisor
 from schemas.topics import TIERS
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ OPS_PORT_FIRST = 9464
 OPS_PORTS_TRIED = 64
 READY_WAIT_S = 90.0
 WORKER_READY_WAIT_S = 900.0
-CRASHES_MAX = 2
-"""A process that ends this often before it is ready won't become ready: the start fails and says why."""
 THREADS_WAIT_S = 8.0
 BEAT_S = 1.0
 
@@ -175,16 +173,7 @@ class Stack:
 
     async def _ready(self, name: str, wait_s: float) -> None:
         with self.board.step(name) as step:
-
-            def on_wait(objection: str) -> None:
-                self.board.note(step, objection)
-                status = next(s for s in self.supervisor.status() if s.name == name)
-                if status.restarts >= CRASHES_MAX:
-                    raise ChildFailed(
-                        f"{name} ended {status.restarts} times before it was ready, last with status {status.exit_status}{_tail(status.log)}"
-                    )
-
-            await self.supervisor.ready(name, wait_s, on_wait)
+            await self.supervisor.ready(name, wait_s, lambda objection: self.board.note(step, objection))
 
     def _workers(self) -> list[ChildSpec]:
         return [
@@ -249,15 +238,6 @@ def _first(failures: BaseExceptionGroup[Exception]) -> Exception:
         error = error.exceptions[0]
     assert isinstance(error, Exception)
     return error
-
-
-def _tail(log: Path, lines: int = 12) -> str:
-    """The last lines of a child's log."""
-    try:
-        last = log.read_text(errors="replace").splitlines()[-lines:]
-    except OSError:
-        return ""
-    return f"; {log} ends:\n  " + "\n  ".join(last)
 
 
 def descendants() -> set[int]:

@@ -33,7 +33,7 @@ RESTART_FIRST_S = 0.5
 RESTART_MAX_S = 30.0
 RESTARTS_MAX = 8
 """After this many crashes in a row a child is given up."""
-START_CRASHES_MAX = 3
+START_CRASHES_MAX = 2
 """`ready` gives up on a child that has crashed this often in a row; its restarts go on."""
 STABLE_S = 60.0
 """A child that has run this long has its crashes forgotten."""

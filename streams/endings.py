@@ -246,7 +246,9 @@ async def run(settings: EndingsSettings, stop: asyncio.Event) -> None:
         fetch_min_bytes=FETCH_BYTES_MIN,
     )
     endings = Endings(settings, consumer, producer, decoder)
-    ops = OpsServer(settings.ops_port, lambda: None if endings.assigned else "no partitions of tokens are assigned yet")
+    ops = OpsServer(
+        settings.ops_port, lambda: producer.failure if endings.assigned else "no partitions of tokens are assigned yet"
+    )
     async with contextlib.AsyncExitStack() as cleanup:
         await ops.start()
         cleanup.push_async_callback(ops.stop)
