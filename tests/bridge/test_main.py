@@ -81,7 +81,7 @@ async def test_a_stop_lets_calls_end_leaves_streams_to_be_resumed_and_frees_the_
             client.post("/v1/chat/completions", json=body(messages=script(mark="long-whole", **hanging), stream=False))
         )
         await other.until(
-            lambda: newest(other, "long-whole") and newest(other, "long-stream") and newest(other, "short")
+            lambda: all(newest(other, mark) is not None for mark in ("short", "long-stream", "long-whole"))
         )
         await asyncio.sleep(0.1)
         other.loop.call_soon_threadsafe(other.stop.set)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -26,8 +24,8 @@ from tests.bridge.responder import VERSION
 from tests.bridge.test_cancel import newest
 from tests.bridge.test_openai_chat import body, read_events, script, stream_events
 from tests.bridge.test_websocket import calling
+from tests.bridge.told import Events, Told, some_events
 
-Events = list[tuple[str | None, str]]
 DONE = (None, "[DONE]")
 
 
@@ -40,45 +38,6 @@ def other(bridge: RunningBridge) -> Iterator[RunningBridge]:
     running, thread = start_bridge(settings, bridge.responder)
     yield running
     stop_bridge(running, thread)
-
-
-@dataclass
-class Told:
-    """What a stream's events say, however they are cut."""
-
-    texts: dict[int, str] = field(default_factory=dict)
-    logprobs: dict[int, list[Any]] = field(default_factory=dict)
-    ends: dict[int, str] = field(default_factory=dict)
-    usages: list[Any] = field(default_factory=list)
-    heads: set[tuple[Any, ...]] = field(default_factory=set)
-    roles: int = 0
-
-    def hear(self, events: Events) -> Told:
-        for _, data in events:
-            if data != "[DONE]" and not data.startswith(":"):
-                self._hear(json.loads(data))
-        return self
-
-    def _hear(self, chunk: dict[str, Any]) -> None:
-        self.heads.add(tuple(chunk[name] for name in ("id", "object", "created", "model", "system_fingerprint")))
-        if not chunk["choices"]:
-            self.usages.append(chunk["usage"])
-        for choice in chunk["choices"]:
-            index = choice["index"]
-            delta = choice.get("delta", {})
-            self.roles += "role" in delta
-            self.texts[index] = self.texts.get(index, "") + (delta.get("content") or choice.get("text") or "")
-            if choice["logprobs"] is not None:
-                self.logprobs.setdefault(index, []).extend(_tokens(choice["logprobs"]))
-            if choice["finish_reason"] is not None:
-                assert index not in self.ends
-                self.ends[index] = choice["finish_reason"]
-
-
-def _tokens(logprobs: dict[str, Any]) -> list[Any]:
-    if "content" in logprobs:
-        return list(logprobs["content"])
-    return list(zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["text_offset"], strict=True))
 
 
 async def resume(
@@ -155,24 +114,6 @@ async def test_a_replay_is_the_whole_stream(
         _, rest = await resume(door, request_id, places[0])
         place = [event_id for event_id, _ in again].index(places[0])
         assert Told().hear(again[: place + 1]).hear(rest) == whole
-
-
-async def some_events(response: httpx.Response, count: int) -> Events:
-    """A stream's events up to the last of so many with an id; the rest is left unread."""
-    events: Events = []
-    event_id = None
-    lines = cast(AsyncGenerator[str], response.aiter_lines())
-    async with aclosing(lines):
-        async for line in lines:
-            if line.startswith("id: "):
-                event_id = line[4:]
-            elif line.startswith("data: "):
-                events.append((event_id, line[6:]))
-                count -= event_id is not None
-                event_id = None
-                if count == 0:
-                    break
-    return events
 
 
 async def broken_off(bridge: RunningBridge, mark: str, count: int, **directions: Any) -> tuple[str, Events]:
