@@ -49,7 +49,7 @@ SLOTS = Gauge("headrace_slots", "Requests that the worker can run at once.", ("m
 SLOTS_USED = Gauge("headrace_slots_used", "Requests that the worker runs now.", _TRAFFIC)
 REQUESTS = Counter(
     "headrace_requests",  # Shown as headrace_requests_total.
-    "Requests that ended, by outcome: completed, or the reason from the closed list.",
+    "Requests that ended, as this process saw it, by outcome: completed, or the reason from the closed list.",
     (*_TRAFFIC, "outcome"),
 )
 ADMISSION_SECONDS = Histogram(
@@ -68,8 +68,8 @@ RESUMES = Counter(
 )
 RECORDS = Counter(
     "headrace_records",  # Shown as headrace_records_total.
-    "Records by topic and direction: in, out.",
-    ("topic", "direction"),
+    "Records that admission and endings took, by topic.",
+    ("topic",),
 )
 DEAD_LETTERS = Counter(
     "headrace_dead_letters",  # Shown as headrace_dead_letters_total.

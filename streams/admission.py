@@ -64,7 +64,7 @@ class Admission:
 
     async def handle(self, record: Record) -> None:
         """Handle a record to its end. Raises HeadraceError (unavailable) when Kafka fails: then it isn't handled."""
-        metrics.RECORDS.labels(record.topic, "in").inc()
+        metrics.RECORDS.labels(record.topic).inc()
         try:
             intake = await read_record(record, self._decoder, self._settings.grant_secret)
             await self._dispatch(intake)

@@ -140,7 +140,7 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
                 table = tables[partition]
                 if table is None or self._tables.get(partition) is not table:
                     break
-                metrics.RECORDS.labels(record.topic, "in").inc()
+                metrics.RECORDS.labels(record.topic).inc()
                 self._fold(table, record, event, fault)
         self._bound()
 

@@ -81,7 +81,8 @@ class Job:
             self._answer.close()
             if self._spare_slot:
                 self._give_slot()
-        metrics.REQUESTS.labels(*self._labels, outcome).inc()
+        if outcome not in (Stop.LOST.value, Stop.RELEASED.value):  # those go on elsewhere
+            metrics.REQUESTS.labels(*self._labels, outcome).inc()
         return outcome
 
     def stop(self, why: Stop) -> None:
