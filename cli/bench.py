@@ -7,6 +7,7 @@ import importlib.abc
 import importlib.util
 import inspect
 import pkgutil
+import signal
 from typing import Any
 
 import click
@@ -57,5 +58,7 @@ def bench(name: str | None, as_json: bool, quick: bool) -> Any:
         return 0
     if name not in available:
         raise click.UsageError(f"there is no benchmark {name!r}; there are: {', '.join(available) or 'none yet'}")
+    # Both end a run in good order: what it started is stopped, and its directory goes.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     result = importlib.import_module(f"bench.{name}").run(as_json, quick=quick)
     return run_async(result) if inspect.iscoroutine(result) else result
