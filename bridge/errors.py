@@ -44,7 +44,7 @@ def unreachable() -> HeadraceError:
 
 
 def stopping() -> HeadraceError:
-    """This process ends."""
+    """The process ends."""
     return HeadraceError(Reason.UNAVAILABLE, "this front door is stopping; try again", retry_after_ms=1000)
 
 

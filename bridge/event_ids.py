@@ -1,19 +1,18 @@
 """Ids of server-sent events: each holds the whole state of its stream right after it, so any bridge goes on from it at once.
 
-`<request id>:<partition>:<offset>:<state>:<mac>`, in characters that URLs and headers take. Callers treat it as opaque. `state` is Avro
-in base64url; `mac` is a truncated HMAC-SHA256, by a key derived from the grants' secret, over the tenant and all the rest. So an id that
-another tenant got, or that somebody made up, is told from a good one without looking anything up.
+`<request id>:<partition>:<offset>:<state>:<mac>`, in characters that URLs and headers take. Callers treat it as opaque. `mac` is a
+truncated HMAC-SHA256, by a key derived from the grants' secret, over the tenant and all the rest. So an id that another tenant got, or
+that somebody made up, is told from a good one without looking anything up.
 """
 
 from __future__ import annotations
 
 import base64
 import hmac
-import io
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
-
-import fastavro
+from functools import lru_cache
+from urllib.parse import quote, unquote
 
 from decisions.stream import COMPLETED, Closed, StreamState
 from schemas.errors import HeadraceError
@@ -25,24 +24,11 @@ from schemas.topics import TOKENS, tenant_tokens_topic
 PARAM = "last_event_id"
 ID_CHARS_MAX = 8_192
 MAC_BYTES = 12
+NAMES_MAX = 1_024
+"""Names of models and versions that are kept as ids have them."""
 AVRO, JSON = "avro", "json"
 _PURPOSE = b"headrace event ids, form 1"
 _COMPLETIONS, _USAGE, _STARTED, _DIRECT, _JSON, _ANSWERED = 1, 2, 4, 8, 16, 32
-
-_LONGS = {"type": "array", "items": "long"}
-_FIELDS = {
-    "flags": "long",
-    "model": "string",
-    "version": "string",
-    "attempt": _LONGS,
-    "accepted": _LONGS,
-    "chars": _LONGS,
-    "text_offsets": _LONGS,
-    "usage": _LONGS,
-}
-_SCHEMA: Any = fastavro.parse_schema(
-    {"type": "record", "name": "Mark", "fields": [{"name": name, "type": kind} for name, kind in _FIELDS.items()]}, {}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +99,7 @@ class EventIds:
 
 
 def _state(mark: Mark) -> str:
+    """Fields parted by `~`, numbers by `.`."""
     flags = (
         _COMPLETIONS * mark.shape.completions
         | _USAGE * mark.shape.include_usage
@@ -122,38 +109,45 @@ def _state(mark: Mark) -> str:
         | _ANSWERED * mark.answered
     )
     attempt, usage = mark.attempt, mark.usage
-    out = io.BytesIO()
-    fields = {
-        "flags": flags,
-        "model": mark.shape.model,
-        "version": mark.version,
-        "attempt": () if attempt is None else (attempt.generation, attempt.counter),
-        "accepted": mark.accepted,
-        "chars": mark.chars,
-        "text_offsets": mark.text_offsets,
-        "usage": () if usage is None else (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
-    }
-    fastavro.schemaless_writer(out, _SCHEMA, fields, disable_tuple_notation=True)
-    return base64.urlsafe_b64encode(out.getvalue()).rstrip(b"=").decode()
+    fields = (
+        str(flags),
+        _text(mark.shape.model),
+        _text(mark.version),
+        "" if attempt is None else f"{attempt.generation}.{attempt.counter}",
+        _numbers(mark.accepted),
+        _numbers(mark.chars),
+        _numbers(mark.text_offsets),
+        "" if usage is None else _numbers((usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)),
+    )
+    return "~".join(fields)
 
 
 def _mark(request_id: str, partition: str, offset: str, state: str, tenant: str) -> Mark:
     """What was signed was written by `_state`, in this form: the key is for no other."""
-    raw = base64.urlsafe_b64decode(state + "=" * (-len(state) % 4))
-    fields = cast(dict[str, Any], fastavro.schemaless_reader(io.BytesIO(raw), _SCHEMA, None))
-    flags = fields["flags"]
+    first, model, version, attempt, *counts = state.split("~")
+    flags = int(first)
+    accepted, chars, text_offsets, usage = (tuple(map(int, field.split("."))) if field else () for field in counts)
     topic = tenant_tokens_topic(tenant) if flags & _DIRECT else TOKENS
     return Mark(
         request_id=request_id,
         reply=Reply(topic, int(partition), JSON if flags & _JSON else AVRO),
         offset=int(offset),
-        shape=Shape(bool(flags & _COMPLETIONS), bool(flags & _USAGE), fields["model"]),
-        version=fields["version"],
-        attempt=Attempt(*fields["attempt"]) if fields["attempt"] else None,
+        shape=Shape(bool(flags & _COMPLETIONS), bool(flags & _USAGE), unquote(model)),
+        version=unquote(version),
+        attempt=Attempt(*map(int, attempt.split("."))) if attempt else None,
         started=bool(flags & _STARTED),
-        accepted=tuple(fields["accepted"]),
-        chars=tuple(fields["chars"]),
-        text_offsets=tuple(fields["text_offsets"]),
-        usage=Usage(*fields["usage"]) if fields["usage"] else None,
+        accepted=accepted,
+        chars=chars,
+        text_offsets=text_offsets,
+        usage=Usage(*usage) if usage else None,
         answered=bool(flags & _ANSWERED),
     )
+
+
+@lru_cache(NAMES_MAX)
+def _text(text: str) -> str:
+    return quote(text, safe="").replace("~", "%7E")
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return ".".join(map(str, numbers))

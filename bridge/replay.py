@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.partitioner import DefaultPartitioner
 
 from bridge.calls import Leg
+from bridge.errors import unreachable
 from bridge.streams import Dispatcher, read_input
 from infra.kafka import partitions_of
 from infra.log import EventDecoder
@@ -35,6 +38,9 @@ YOUNG_S = 5.0
 """A request whose id is no older than this may be on its way: it is waited for,"""
 YOUNG_WAIT_S = 2.0
 """so long."""
+SHORT_WAIT_S = 5.0
+"""How long a log that ends before a place that was read once may take to be whole: a broker that starts anew shows all of it after a while."""
+SHORT_POLL_S = 0.2
 
 _partition_of = DefaultPartitioner()
 
@@ -47,53 +53,57 @@ async def verdict(
     consumer: AIOKafkaConsumer, decoder: EventDecoder, request_id: str, tenant: str
 ) -> InferenceAdmitted | InferenceRejected | None:
     """What admission decided of a tenant's request, or None if `lifecycle` knows of none. Raises HeadraceError (unavailable)."""
-    made_ms = unix_ms(request_id)
-    wait_s = YOUNG_WAIT_S if abs(time.time() - made_ms / 1000) < YOUNG_S else 0.0
-    window_ms = (made_ms - CLOCK_MARGIN_MS, made_ms + ADMITTED_WITHIN_MS)
-    async for event in _find(consumer, decoder, LIFECYCLE, tenant, request_id, window_ms, wait_s):
-        if isinstance(event, InferenceAdmitted | InferenceRejected) and event.tenant == tenant:
-            return event
-    return None
+    young = abs(time.time() - unix_ms(request_id) / 1000) < YOUNG_S
+    search = _Search(LIFECYCLE, tenant, request_id, ADMITTED_WITHIN_MS, YOUNG_WAIT_S if young else 0.0)
+    kinds = (InferenceAdmitted, InferenceRejected)
+    found = await _find(consumer, decoder, search, lambda event: isinstance(event, kinds) and event.tenant == tenant)
+    return cast(InferenceAdmitted | InferenceRejected | None, found)
 
 
 async def answer(
     consumer: AIOKafkaConsumer, decoder: EventDecoder, request_id: str, tenant: str
 ) -> InferenceAnswered | None:
     """A tenant's whole answer, or None if `answers` has none. Raises HeadraceError (unavailable)."""
-    made_ms = unix_ms(request_id)
-    window_ms = (made_ms - CLOCK_MARGIN_MS, made_ms + ANSWERED_WITHIN_MS)
-    async for event in _find(consumer, decoder, ANSWERS, request_id, request_id, window_ms):
-        if isinstance(event, InferenceAnswered) and event.tenant == tenant:
-            return event
-    return None
+    search = _Search(ANSWERS, request_id, request_id, ANSWERED_WITHIN_MS)
+    found = await _find(
+        consumer, decoder, search, lambda event: isinstance(event, InferenceAnswered) and event.tenant == tenant
+    )
+    return cast(InferenceAnswered | None, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Where a request is looked for: in the partition of a key, for so long after its id was made, and `wait_s` past the present end."""
+
+    topic: str
+    key: str
+    request_id: str
+    within_ms: int
+    wait_s: float = 0.0
 
 
 async def _find(
-    consumer: AIOKafkaConsumer,
-    decoder: EventDecoder,
-    topic: str,
-    key: str,
-    request_id: str,
-    window_ms: tuple[int, int],
-    wait_s: float = 0.0,
-) -> AsyncIterator[Event]:
-    """Events that name the request, in the partition of a key and within a time, up to the partition's present end or `wait_s` longer."""
-    numbers = await _numbers(consumer, topic)
+    consumer: AIOKafkaConsumer, decoder: EventDecoder, search: _Search, wanted: Callable[[Event], bool]
+) -> Event | None:
+    numbers = await _numbers(consumer, search.topic)
     if not numbers:
-        raise HeadraceError(Reason.UNAVAILABLE, f"the topic {topic} doesn't exist; run `headrace topics ensure`")
-    partition = TopicPartition(topic, _partition_of(key.encode(), numbers, numbers))
+        raise HeadraceError(Reason.UNAVAILABLE, f"the topic {search.topic} doesn't exist; run `headrace topics ensure`")
+    partition = TopicPartition(search.topic, _partition_of(search.key.encode(), numbers, numbers))
+    made_ms = unix_ms(search.request_id)
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     end = (await consumer.end_offsets([partition]))[partition]
-    await seek_to_time(consumer, partition, max(0, window_ms[0]))
-    while await consumer.position(partition) < end or loop.time() < began_s + wait_s:
+    await seek_to_time(consumer, partition, max(0, made_ms - CLOCK_MARGIN_MS))
+    while await consumer.position(partition) < end or loop.time() < began_s + search.wait_s:
         if loop.time() > began_s + SCAN_MAX_S:
             raise HeadraceError(Reason.UNAVAILABLE, "the log wasn't searched in time; try again", retry_after_ms=1000)
         for record in await _poll(consumer, partition):
-            if record.timestamp > window_ms[1]:
-                return
-            if (event := await _about(decoder, record, request_id)) is not None:
-                yield event
+            if record.timestamp > made_ms + search.within_ms:
+                return None
+            event = await _about(decoder, record, search.request_id)
+            if event is not None and wanted(event):
+                return event
+    return None
 
 
 async def _numbers(consumer: AIOKafkaConsumer, topic: str) -> list[int]:
@@ -132,8 +142,12 @@ async def seek_to_offset(consumer: AIOKafkaConsumer, partition: TopicPartition, 
     consumer.assign([partition])
     if offset < (await consumer.beginning_offsets([partition]))[partition]:
         raise Gone
-    if offset > (await consumer.end_offsets([partition]))[partition]:
-        raise HeadraceError(Reason.NOT_FOUND, "there is no such stream")
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + SHORT_WAIT_S
+    while offset > (await consumer.end_offsets([partition]))[partition]:
+        if loop.time() > until_s:
+            raise HeadraceError(Reason.NOT_FOUND, "there is no such stream")
+        await asyncio.sleep(SHORT_POLL_S)
     consumer.seek(partition, offset)
 
 
@@ -145,9 +159,10 @@ async def catch_up(consumer: AIOKafkaConsumer, decoder: EventDecoder, leg: Leg, 
     """
     partition, mark = follower.partition, leg.request_id.encode()
     while True:
-        await leg.call.room()
         if leg.call.done:
             return
+        if follower.ended:
+            raise unreachable()
         position = await consumer.position(partition)
         if position >= follower.position:
             follower.register(leg)
@@ -156,6 +171,7 @@ async def catch_up(consumer: AIOKafkaConsumer, decoder: EventDecoder, leg: Leg, 
             if record.value and mark in record.value:
                 event = await read_input(decoder, record.value, partition, record.offset)
                 if event is not None and event.request_id == leg.request_id:
+                    await leg.call.room()
                     leg.call.feed(leg, event, partition.partition, record.offset)
 
 

@@ -231,6 +231,7 @@ class Resumes:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         frees.callback(task.cancel)
+        await asyncio.sleep(0)  # a task that is cancelled before its first step would never free what it was given
 
     async def _read(self, stack: AsyncExitStack, consumer: AIOKafkaConsumer, leg: Leg, follower: Dispatcher) -> None:
         try:

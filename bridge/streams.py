@@ -79,6 +79,11 @@ class Dispatcher:
         """The offset of the next record that legs registered now will get."""
         return self._next
 
+    @property
+    def ended(self) -> bool:
+        """Whether it reads no more."""
+        return self._task is None or self._task.done()
+
     def register(self, leg: Leg) -> None:
         """Feed this leg from now on."""
         self._legs.setdefault(leg.request_id, []).append(leg)

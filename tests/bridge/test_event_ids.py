@@ -48,7 +48,7 @@ def marks(draw: st.DrawFn) -> Mark:
 def test_a_place_is_read_as_it_was_written(mark: Mark) -> None:
     text = IDS.write(mark, "acme")
     assert EventIds(SECRET).read(text, "acme") == mark
-    assert re.fullmatch(r"[0-9a-zA-Z:_-]+", text)
+    assert re.fullmatch(r"[0-9a-zA-Z.:_%~-]+", text)
     assert text.split(":")[:3] == [ID, str(mark.reply.partition), str(mark.offset)]
 
 

@@ -13,6 +13,7 @@ import pytest
 from aiokafka import TopicPartition
 from aiokafka.admin import RecordsToDelete
 
+from bridge.resume import READERS_MAX
 from bridge.streams import reply_partition
 from infra import ports
 from infra.kafka import make_admin, make_consumer
@@ -41,7 +42,12 @@ def other(bridge: RunningBridge) -> Iterator[RunningBridge]:
 
 
 async def resume(
-    bridge: RunningBridge, stream: str, last: str | None = None, key: str | None = None, **params: Any
+    bridge: RunningBridge,
+    stream: str,
+    last: str | None = None,
+    key: str | None = None,
+    until: int | None = None,
+    **params: Any,
 ) -> tuple[httpx.Response, Events]:
     headers = {} if last is None else {"Last-Event-ID": last}
     if key is not None:
@@ -53,7 +59,11 @@ async def resume(
         if response.status_code != 200:
             await response.aread()
             return response, []
-        return response, await read_events(response)
+        return response, await (read_events(response) if until is None else some_events(response, until))
+
+
+def ids(events: Events) -> list[str]:
+    return [event_id for event_id, _ in events if event_id is not None]
 
 
 def kept(events: Events) -> Events:
@@ -110,9 +120,8 @@ async def test_a_replay_is_the_whole_stream(
         _, again = await resume(door, stream, include_usage="stream_options" in payload)
         assert Told().hear(again) == whole
         assert again[-1] == DONE
-        places = [event_id for event_id, _ in again if event_id is not None]
-        _, rest = await resume(door, request_id, places[0])
-        place = [event_id for event_id, _ in again].index(places[0])
+        _, rest = await resume(door, request_id, ids(again)[0])
+        place = [event_id for event_id, _ in again].index(ids(again)[0])
         assert Told().hear(again[: place + 1]).hear(rest) == whole
 
 
@@ -131,14 +140,9 @@ async def test_a_caller_comes_back_twice_while_the_answer_grows(bridge: RunningB
     text = [f"{i} " for i in range(40)]
     request_id, events = await broken_off(bridge, "twice", 3, tokens=text, gap_ms=40, takeover_after=20)
     for _ in range(2):
-        last = [event_id for event_id, _ in events if event_id is not None][-1]
-        async with (
-            other.client() as client,
-            client.stream("GET", f"/v1/streams/{request_id}", headers={"Last-Event-ID": last}) as response,
-        ):
-            events += await some_events(response, 5)
-    last = [event_id for event_id, _ in events if event_id is not None][-1]
-    _, rest = await resume(bridge, request_id, last)
+        _, more = await resume(other, request_id, ids(events)[-1], until=5)
+        events += more
+    _, rest = await resume(bridge, request_id, ids(events)[-1])
     told = Told().hear(events).hear(rest)
     assert told.texts == {0: "".join(text)}
     assert (told.ends, len(told.usages), rest[-1]) == ({0: "stop"}, 1, DONE)
@@ -163,18 +167,48 @@ async def test_several_follow_one_stream_at_once(bridge: RunningBridge, other: R
         assert Told().hear(events).hear(rest).texts == {0: "".join(text)}
 
 
+async def test_what_is_much_is_read_no_faster_than_its_caller_reads(
+    bridge: RunningBridge, other: RunningBridge
+) -> None:
+    """Several megabytes, of which a front door here holds 64 KiB for one caller."""
+    request_id, events = await broken_off(bridge, "much", 1, tokens=["x" * 8000], repeat=300)
+    await bridge.until(lambda: bridge.responder.tokens_sent.get(request_id) == 300)
+    for _ in range(2):
+        _, rest = await resume(other, request_id, ids(events)[-1])
+        assert rest[-1] == DONE
+        assert len(Told().hear(events).hear(rest).texts[0]) == 300 * 8000
+
+
+async def test_what_was_read_for_a_caller_is_freed_when_it_leaves(bridge: RunningBridge, other: RunningBridge) -> None:
+    request_id, events = await broken_off(bridge, "freed", 1, tokens=["x"], repeat=2000, gap_ms=20)
+    path, headers = f"/v1/streams/{request_id}", {"Last-Event-ID": ids(events)[-1]}
+
+    async def come_and_go(pause_s: float) -> None:
+        async with (
+            asyncio.timeout(pause_s),
+            other.client() as client,
+            client.stream("GET", path, headers=headers) as found,
+        ):
+            await found.aread()
+
+    for pause_s in (0.01, 0.05, 0.1, 0.2, 0.5):
+        results = await asyncio.gather(*[come_and_go(pause_s) for _ in range(READERS_MAX)], return_exceptions=True)
+        assert {type(result) for result in results} <= {TimeoutError, httpx.ReadError}
+    _, again = await resume(other, request_id, until=1)
+    assert len(again) > 1
+
+
 async def test_a_failure_comes_after_all_that_was_made(bridge: RunningBridge, other: RunningBridge) -> None:
     messages = script(tokens=["a", "b", "c", "d"], fail="engine_error", fail_after=3, gap_ms=20)
     response, events = await stream_events(bridge, body(messages=messages))
     request_id = response.headers["x-request-id"]
     assert events[-1][0] is None
-    ids = [event_id for event_id, _ in events if event_id is not None]
-    for place in (*ids[:-1], None):
+    for place in (*ids(events)[:-1], None):
         _, rest = await resume(other, request_id, place)
         assert json.loads(rest[-1][1])["error"]["code"] == "engine_error"
         shown = events[: [event_id for event_id, _ in events].index(place) + 1] if place else []
         assert Told().hear([*shown, *rest[:-1]]).texts == {0: "abc"}
-    failed, _ = await resume(other, request_id, ids[-1])
+    failed, _ = await resume(other, request_id, ids(events)[-1])
     assert (failed.status_code, failed.json()["error"]["code"]) == (500, "engine_error")
 
 
@@ -202,8 +236,8 @@ async def test_nobody_gets_a_stream_by_a_foreign_or_forged_or_broken_id(
     response, events = await stream_events(bridge, body())
     _, strangers = await stream_events(bridge, body())
     request_id = response.headers["x-request-id"]
-    good = next(event_id for event_id, _ in events if event_id is not None)
-    strange = next(event_id for event_id, _ in strangers if event_id is not None)
+    good = ids(events)[0]
+    strange = ids(strangers)[0]
     assert (await resume(other, request_id, good))[0].status_code == 200
     parts = good.split(":")
     forged = [
@@ -245,7 +279,7 @@ async def test_what_is_not_understood_is_refused_by_name(bridge: RunningBridge) 
     response, _ = await stream_events(bridge, body())
     request_id = response.headers["x-request-id"]
     for name, value in (("format", "xml"), ("include_usage", "perhaps"), ("zork", "1")):
-        refused, _ = await resume(bridge, request_id, **{name: value})
+        refused, _ = await resume(bridge, request_id, None, None, None, **{name: value})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
     header = "X-Headrace-On-Disconnect"
     async with bridge.client() as client:
@@ -314,7 +348,7 @@ async def test_after_the_retention_of_tokens_the_rest_comes_from_the_answer(
     choices = tuple(ChoiceAnswer(i, tuple(range(4)), "".join(texts) + tail, "stop", None, logprobs) for i in range(2))
     where = (request_id, TENANT, MODEL, VERSION, "interactive")
     await trim(other)
-    place = next(event_id for event_id, _ in events if event_id is not None)
+    place = ids(events)[0]
     gone, _ = await resume(bridge, request_id, place)
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "not_found")
     await answer(bridge, InferenceAnswered(*where, choices, Usage(7, 8, 3)))
@@ -325,7 +359,7 @@ async def test_after_the_retention_of_tokens_the_rest_comes_from_the_answer(
                 assert Told().hear(events[: i + 1]).hear(rest) == whole
         _, again = await resume(door, request_id, include_usage=True)
         assert Told().hear(again) == whole
-        last = [event_id for event_id, _ in again if event_id is not None][-1]
+        last = ids(again)[-1]
         _, nothing = await resume(door, request_id, last)
         assert Told().hear(nothing).texts == {}
         assert (len(Told().hear(nothing).usages), nothing[-1]) == (1, DONE)
@@ -339,7 +373,7 @@ async def test_a_failed_answer_is_kept_as_failed(bridge: RunningBridge, other: R
     choices = (ChoiceAnswer(0, (0, 1), "ab", "error"),)
     where = (request_id, TENANT, MODEL, VERSION, "interactive")
     await answer(bridge, InferenceAnswered(*where, choices, Usage(7, 2), "engine_error", "broke"))
-    place = next(event_id for event_id, _ in events if event_id is not None)
+    place = ids(events)[0]
     _, rest = await resume(bridge, request_id, place)
     assert Told().hear([*events[:2], *rest[:-1]]).texts == {0: "ab"}
     assert json.loads(rest[-1][1])["error"] == {**json.loads(rest[-1][1])["error"], "code": "engine_error"}
