@@ -98,20 +98,20 @@ def key_file(directory: Path) -> Path:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end, with logs of warnings and worse on standard error."""
+    """Runs a coroutine to its end, with logs of errors on standard error."""
     quiet_logs()
     return asyncio.run(work)
 
 
 def quiet_logs() -> None:
-    """Keeps libraries' words out of a command's output: an error reaches the reader as one line, by `cli.main`."""
+    """Keeps libraries' words, and warnings of junk in the log, out of a command's output: what it raises is one line, by `cli.main`."""
     import logging
 
     import structlog
 
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -84,4 +86,12 @@ def worker(model: str, version: str, worker_id: str | None, slots: int | None, o
     from workers.main import run
 
     given = {"worker_id": worker_id, "slots": slots, "ops_port": ops_port}
-    serve("worker", run, settings_of(WorkerSettings, **given), model, version)
+    settings, status = settings_of(WorkerSettings, **given), 0
+    try:
+        serve("worker", run, settings, model, version)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    # Everything is closed. What an engine leaves to the interpreter's end (vLLM's finalizers) prints a traceback, and can hang.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -237,3 +237,11 @@ def test_everything_comes_up_again_over_junk(
     stack.kill_all()
     served(stack, grant)
     assert max(times_put_aside(mark).values()) <= 2  # once, and once more if the crash came before the commit
+
+
+def test_commands_say_nothing_of_junk(stack: RunningStack, headers: list[tuple[str, bytes]]) -> None:
+    stack.thread.run(send_junk(stack.kafka, ["tenants", "registry"], headers))
+    for arguments in (("tenants", "list"), ("models", "list")):
+        assert stack.command(*arguments).stderr == ""
+    refused = stack.command("tenants", "grant", "nobody", check=False)
+    assert len(refused.stderr.splitlines()) == 1
