@@ -24,7 +24,7 @@ from tests.bridge.test_cancel import RawCaller, newest
 from tests.bridge.test_openai_chat import body, script
 
 ID = "01890a5d-ac96-774b-bcce-b302099a8057"
-FLOOD = {"tokens": ["x" * 8000], "repeat": 3000}
+FLOOD = {"tokens": ["x" * 8000], "repeat": 3000, "hang": True}
 
 
 async def counted(bridge: RunningBridge, protocol: str) -> float:
