@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +14,7 @@ import pytest
 from infra import ports
 from tests.bridge.told import Events, Told
 from tests.system.fixtures_models import SESSION_MS, worker
-from tests.system.running import MODEL, RunningStack, script
+from tests.system.running import MODEL, ROOT, RunningStack, script
 
 pytestmark = pytest.mark.timeout(240)
 SECOND = "bridge-second"
@@ -203,3 +205,21 @@ def test_an_answer_that_has_ended_and_one_that_was_refused(first: Door, second: 
     assert [data for _, data in second.resume(request_id, last)[1]][-1] == "[DONE]"
     with pytest.raises(AssertionError, match="context_length_exceeded"):
         first.ask(**chat(MODEL, tokens=["x" * 9000]))
+
+
+def test_an_answer_that_went_to_its_tenants_own_topic(
+    stack: RunningStack, first: Door, second: Door, tmp_path: Path
+) -> None:
+    """Asked through the log alone, read at a front door."""
+    grant = tmp_path / "grant.json"
+    grant.write_text(stack.command("tenants", "grant", "other", "--json").stdout)
+    asked = script(tokens=["di", "réct"], token_ms=50)
+    done = stack.run([sys.executable, str(ROOT / "docs/direct.py"), str(grant), MODEL, asked])
+    request_id = done.stdout.split(", ")[1].split("]")[0]
+    status, events = second.resume(request_id, tenant="other", include_usage=True)
+    assert status == 200
+    assert_whole(Told().hear(events), "diréct")
+    for place in ids(events):
+        _, rest = first.resume(request_id, place, tenant="other")
+        assert Told().hear(upto(events, place)).hear(rest) == Told().hear(events)
+    assert first.resume(request_id, tenant="acme")[0] == 404
