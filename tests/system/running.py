@@ -82,6 +82,9 @@ class RunningStack:
     def __post_init__(self) -> None:
         self.supervisor = Supervisor(self.data_dir)
         self._specs: dict[str, ChildSpec] = {}
+        self._clients: list[
+            OpenAI | httpx.Client
+        ] = []  # closed at the end: a socket that is collected open is a warning
 
     @property
     def base_url(self) -> str:
@@ -156,6 +159,8 @@ class RunningStack:
 
     def close(self) -> None:
         """Stops everything."""
+        for client in self._clients:
+            client.close()
         self.thread.run(self.supervisor.stop_all())
         self.thread.close()
 
@@ -200,7 +205,9 @@ class RunningStack:
 
     def client(self, tenant: str = "acme") -> OpenAI:
         """The official client, with no retries of its own."""
-        return OpenAI(base_url=f"{self.base_url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=CALL_WAIT_S)
+        client = OpenAI(base_url=f"{self.base_url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=CALL_WAIT_S)
+        self._clients.append(client)
+        return client
 
     def async_client(self, tenant: str = "acme") -> AsyncOpenAI:
         """The same for asyncio."""
@@ -211,7 +218,9 @@ class RunningStack:
     def http(self, tenant: str = "acme") -> httpx.Client:
         """A plain HTTP client that carries the tenant's key."""
         headers = {"authorization": f"Bearer {self.keys[tenant]}"}
-        return httpx.Client(base_url=self.base_url, headers=headers, timeout=CALL_WAIT_S, trust_env=False)
+        client = httpx.Client(base_url=self.base_url, headers=headers, timeout=CALL_WAIT_S, trust_env=False)
+        self._clients.append(client)
+        return client
 
     def command(self, *arguments: str, check: bool = True, text: str | None = None) -> subprocess.CompletedProcess[str]:
         """Runs `headrace` with these arguments against this stack."""
