@@ -11,8 +11,11 @@ ARGS ?=
 ENGINE ?= cpu
 RUN = $(PYTHON) scripts/bootstrap.py --extras
 DEV = $(ENGINE),onnx,stores,test
+CHAOS_SEED ?= 1
+CHAOS_MINUTES ?= 5
+CHAOS_STREAMS ?= 500
 
-.PHONY: help demo test check format bench install clean
+.PHONY: help demo test chaos check format bench install clean
 
 help:  ## Print this help
 	@echo "Headrace: model serving through a Kafka log."
@@ -26,6 +29,10 @@ demo:  ## Start everything, ask one question, stay up (ARGS=--once: end after th
 
 test:  ## Run the tests (ARGS goes to pytest)
 	@$(RUN) $(DEV) -- pytest $(ARGS)
+
+chaos:  ## Kill, freeze and restart everything for minutes while callers read (CHAOS_SEED=1 CHAOS_MINUTES=5 CHAOS_STREAMS=500)
+	@CHAOS_SEED=$(CHAOS_SEED) CHAOS_MINUTES=$(CHAOS_MINUTES) CHAOS_STREAMS=$(CHAOS_STREAMS) \
+		$(RUN) $(DEV) -- pytest -o log_cli=true -o log_cli_level=INFO tests/system/test_chaos.py tests/system/test_broker_trouble.py $(ARGS)
 
 check:  ## Lint, types, import rules and schema compatibility: what CI runs before the tests
 	@$(RUN) $(DEV) -- ruff check .

@@ -18,13 +18,16 @@ from bridge.streams import Dispatcher, reply_partition
 from infra import ports
 from infra.directory import ModelDirectory, TenantDirectory
 from infra.log import EventDecoder, EventProducer
+from infra.reach import until_reached
 from infra.settings import BridgeSettings
 from infra.settings import grant_secret as read_grant_secret
 from infra.telemetry import OpsServer
 from schemas.events import Reply
-from schemas.topics import TOKENS
+from schemas.topics import ANSWERS, INTERACTIVE, LIFECYCLE, REGISTRY, SCHEMAS, TENANTS, TOKENS, requests_topic
 
 PROCESS = "bridge"
+PURPOSE = "the front door"
+TOPICS = (requests_topic(INTERACTIVE), TENANTS, REGISTRY, SCHEMAS, TOKENS, LIFECYCLE, ANSWERS)
 DRAIN_MAX_S = 20.0
 """Less than what the process's frame grants for a stop."""
 WS_ENVELOPE_BYTES = 16 * 1024
@@ -33,23 +36,48 @@ WS_ENVELOPE_BYTES = 16 * 1024
 _log = structlog.get_logger(PROCESS)
 
 
+class _Readiness:
+    """Why the front door can't serve, as it changes."""
+
+    def __init__(self) -> None:
+        self._waiting = "connecting"
+        self._door: FrontDoor | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    def wait(self, missing: str) -> None:
+        """Says what is waited for."""
+        self._waiting = missing
+
+    def serves(self, door: FrontDoor, reading: asyncio.Task[None]) -> None:
+        """From now on the door knows."""
+        self._door, self._reading = door, reading
+
+    def __call__(self) -> str | None:
+        if self._door is None or self._reading is None:
+            return self._waiting
+        if self._door.draining:
+            return "stopping"
+        return "the log isn't read" if self._reading.done() else self._door.producer.failure
+
+
 async def run(settings: BridgeSettings, stop: asyncio.Event) -> None:
     """Serve until `stop` is set, then let calls end for at most `drain_ms`. Raises HeadraceError if it can't start or goes on no more."""
     async with AsyncExitStack() as stack:
-        listener = ports.bind(settings.port, settings.host, "the front door")
-        stack.callback(listener.close)
-        door, reading = await _open_door(settings, stack)
-
-        def not_ready() -> str | None:
-            if door.draining:
-                return "stopping"
-            return "the log isn't read" if reading.done() else door.producer.failure
-
-        ops = OpsServer(settings.ops_port, not_ready)
+        # Nobody may connect before somebody answers, but a port that is taken is told of at once.
+        ports.require_free(settings.port, settings.host, PURPOSE)
+        ready = _Readiness()
+        ops = OpsServer(settings.ops_port, ready)
         await ops.start()
         stack.push_async_callback(ops.stop)
+        if not await until_reached(settings.kafka, TOPICS, stop, ready.wait):
+            return
+        ready.wait("the directories aren't read yet")
+        door, reading = await _open_door(settings, stack)
+        listener = ports.bind(settings.port, settings.host, PURPOSE)
+        stack.callback(listener.close)
+        ready.serves(door, reading)
         drain_s = min(settings.drain_ms / 1000, DRAIN_MAX_S)
-        server = make_server(make_app(door, not_ready), door.body_bytes_max + WS_ENVELOPE_BYTES, drain_s)
+        server = make_server(make_app(door, ready), door.body_bytes_max + WS_ENVELOPE_BYTES, drain_s)
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         host, port = listener.getsockname()[:2]

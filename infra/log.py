@@ -19,6 +19,7 @@ from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 from aiokafka.structs import RecordMetadata
 
 from infra.kafka import make_producer, unreachable
+from infra.reach import LOOK_AGAIN_S, silence
 from infra.read import Positions, read_to_end
 from infra.settings import KafkaSettings
 from schemas.codec import Codec, encode, encode_json, published
@@ -77,6 +78,8 @@ class EventProducer:
         self._outstanding: set[asyncio.Future[RecordMetadata]] = set()
         self._ready = asyncio.Event()
         self._rebuilding: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._silence: str | None = None
         self._closed = True
 
     @property
@@ -84,7 +87,9 @@ class EventProducer:
         """Why nothing can be sent at present, or None: for a readiness check."""
         if self._closed:
             return "the producer is closed"
-        return None if self._ready.is_set() else "the producer is being replaced after a failed delivery"
+        if not self._ready.is_set():
+            return self._silence or "the producer is being replaced after a failed delivery"
+        return self._silence
 
     @property
     def outstanding(self) -> int:
@@ -99,6 +104,7 @@ class EventProducer:
             raise NotDelivered(await unreachable(self._settings, error)) from error
         self._closed = False
         self._ready.set()
+        self._watching = asyncio.create_task(self._watch(), name="watch over the log")
         try:
             await self._publish_schemas()
         except BaseException:
@@ -108,10 +114,11 @@ class EventProducer:
     async def stop(self) -> None:
         """Send what is buffered, for at most `FLUSH_WAIT_S`, and close. What is left then fails with `NotDelivered`."""
         self._closed = True
-        if self._rebuilding is not None:
-            self._rebuilding.cancel()
-            await asyncio.wait([self._rebuilding])
-            self._rebuilding = None
+        for task in (self._watching, self._rebuilding):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+        self._watching = self._rebuilding = None
         producer, self._producer = self._producer, None
         if producer is not None:
             with contextlib.suppress(TimeoutError, KafkaError):
@@ -183,8 +190,7 @@ class EventProducer:
 
     async def _usable(self) -> AIOKafkaProducer:
         if not self._ready.is_set() and not self._closed:
-            if self._rebuilding is None or self._rebuilding.done():  # the last round of tries gave up
-                self._rebuilding = asyncio.create_task(self._rebuild())
+            self._begin_rebuilding()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ready.wait(), SEND_WAIT_S)
         if self._producer is None or not self._ready.is_set():
@@ -242,8 +248,7 @@ class EventProducer:
             self._log.warning("producer is replaced", error=repr(error), outstanding=len(self._outstanding))
             self._ready.clear()
             self._fail_outstanding("the producer was replaced after another record failed")
-            if self._rebuilding is None or self._rebuilding.done():
-                self._rebuilding = asyncio.create_task(self._rebuild())
+            self._begin_rebuilding()
 
     def _fail(self, outer: asyncio.Future[RecordMetadata], message: str) -> None:
         if not outer.done():
@@ -264,6 +269,19 @@ class EventProducer:
             raise
         return producer
 
+    async def _watch(self) -> None:
+        """Know whether the log can be reached, also when nothing is sent; a replacement that was given up begins again."""
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            if (producer := self._producer) is not None:
+                self._silence = await silence(producer.client, self._settings)
+            elif not self._ready.is_set():
+                self._begin_rebuilding()
+
+    def _begin_rebuilding(self) -> None:
+        if self._rebuilding is None or self._rebuilding.done():  # else the last round of tries goes on
+            self._rebuilding = asyncio.create_task(self._rebuild())
+
     async def _rebuild(self) -> None:
         old, self._producer = self._producer, None
         if old is not None:
@@ -273,6 +291,7 @@ class EventProducer:
             try:
                 self._topics.clear()
                 self._producer = await self._connect()
+                self._silence = None
                 self._ready.set()
                 return
             except (KafkaError, OSError) as error:

@@ -21,8 +21,7 @@ from schemas.reasons import Reason
 
 POLL_MS = 500
 RECORDS_PER_POLL_MAX = 1_000
-RETRY_S = 1.0
-RETRIES_MAX = 60  # in a row; then `failure` says so for good
+RETRY_S = 1.0  # without end: `failure` says meanwhile that what is known may be old
 
 Apply = Callable[[Event, ConsumerRecord], None]
 
@@ -157,7 +156,5 @@ class View:
                 failures += 1
                 self.failure = f"the topic {self.topic} can't be followed: {error!r}"
                 self._log.warning("can't be followed", error=repr(error), failures=failures)
-                if failures >= RETRIES_MAX:
-                    return
                 await self._close()
                 await asyncio.sleep(RETRY_S)

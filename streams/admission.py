@@ -22,13 +22,25 @@ from infra import metrics
 from infra.dead_letters import dead_letter
 from infra.grants import Grant
 from infra.log import EventDecoder, EventProducer, Headers, NoSuchPartition, RecordTooLarge
+from infra.reach import until_reached
 from infra.settings import AdmissionSettings
 from infra.telemetry import OpsServer
 from infra.tracing import child
 from schemas.errors import HeadraceError
 from schemas.events import InferenceCancelled, InferenceRejected, InferenceRequested, ModelVersionRegistered, Position
 from schemas.reasons import Reason
-from schemas.topics import CONTROL, LIFECYCLE, requests_topic, work_topic
+from schemas.topics import (
+    CONTROL,
+    DEAD_LETTERS,
+    LIFECYCLE,
+    REGISTRY,
+    SCHEMAS,
+    TENANTS,
+    TOKENS,
+    WORKERS,
+    requests_topic,
+    work_topic,
+)
 from streams.faust_shell import FaustShell, Record
 from streams.intake import REKEYED_HEADER, Intake, read_record, salvage
 from streams.outbox import Outgoing, deliver, reply_to
@@ -36,6 +48,8 @@ from streams.tokenizers import Tokenizers
 from streams.world import LiveWorld
 
 PROCESS = "admission"
+TOPICS = (TENANTS, REGISTRY, WORKERS, SCHEMAS, TOKENS, LIFECYCLE, CONTROL, DEAD_LETTERS)
+"""What must be there beside the requests."""
 OPEN_MAX = 256
 """Records handled at once, over all partitions."""
 
@@ -249,22 +263,27 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
     world, tokenizers = LiveWorld(settings.kafka), Tokenizers(settings.tokenise_threads)
     admission = Admission(settings, producer, decoder, world, tokenizers)
     shell = FaustShell(settings, topic, f"admission.{settings.tier}", admission.handle, OPEN_MAX)
-    caught_up = False
+    waiting: str | None = "connecting"
+
+    def wait(missing: str) -> None:
+        nonlocal waiting
+        waiting = missing
 
     def not_ready() -> str | None:
-        if not caught_up:
-            return "the directories aren't read yet"
-        return shell.not_ready or producer.failure or world.failure
+        return waiting or shell.not_ready or producer.failure or world.failure
 
     ops = OpsServer(settings.ops_port, not_ready)
     async with contextlib.AsyncExitStack() as cleanup:
         await ops.start()
         cleanup.push_async_callback(ops.stop)
+        if not await until_reached(settings.kafka, (topic, *TOPICS), stop, wait):
+            return
+        wait("the directories aren't read yet")
         await asyncio.gather(producer.start(), world.start())
         cleanup.push_async_callback(producer.stop)
         cleanup.push_async_callback(world.stop)
         cleanup.callback(tokenizers.close)
-        caught_up = True
+        waiting = None
         warm = [asyncio.ensure_future(_warm(tokenizers, version)) for version in world.models.all()]
         await asyncio.gather(*warm)
         await world.counts.learn(topic)

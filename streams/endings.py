@@ -24,17 +24,19 @@ from infra import metrics
 from infra.dead_letters import dead_letter
 from infra.kafka import make_consumer
 from infra.log import EventDecoder, EventProducer, RecordTooLarge
+from infra.reach import until_reached
 from infra.settings import EndingsSettings
 from infra.telemetry import OpsServer
 from infra.tracing import child
 from schemas.errors import Undecodable
 from schemas.events import Event, InferenceAnswered, InferenceCompleted, InferenceFailed
 from schemas.reasons import Reason
-from schemas.topics import ANSWERS, LIFECYCLE, TOKENS_PATTERN
+from schemas.topics import ANSWERS, DEAD_LETTERS, LIFECYCLE, SCHEMAS, TOKENS, TOKENS_PATTERN
 from streams.fold_table import FoldTable, Output
 from streams.outbox import Outgoing, deliver
 
 PROCESS = GROUP = "endings"
+TOPICS = (TOKENS, SCHEMAS, LIFECYCLE, ANSWERS, DEAD_LETTERS)
 READ_BACK_MS = 120_000
 """How far a new partition is read back in silence: longer than a worker that lost its partitions can still write."""
 POLL_MS = 200
@@ -75,8 +77,12 @@ class Writes:
         try:
             await work
         except Exception as error:
-            if not self.failed.done():
-                self.failed.set_exception(error)
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more may be committed: whoever watches `failed` ends the process."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
 
     async def settled(self, timeout_s: float | None = None) -> bool:
         """Wait for every write begun so far; whether all are confirmed."""
@@ -105,14 +111,21 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
 
     async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
         """Commit what can be, and forget."""
-        await self.commit(REVOKE_WAIT_S)
-        for partition in list(revoked):
-            self._tables.pop(partition, None)
-            self._committed.pop(partition, None)
+        try:
+            await self.commit(REVOKE_WAIT_S)
+        finally:
+            for partition in list(revoked):
+                self._tables.pop(partition, None)
+                self._committed.pop(partition, None)
 
     async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
         """Start each partition a little before its committed offset."""
-        partitions = list(assigned)
+        try:
+            await self._open(list(assigned))
+        except Exception as error:  # aiokafka would log it, and go on with partitions that nobody folds
+            self.writes.fail(error)
+
+    async def _open(self, partitions: list[TopicPartition]) -> None:
         since_ms = int(time.time() * 1000) - READ_BACK_MS
         found = await self._consumer.offsets_for_times(dict.fromkeys(partitions, since_ms)) if partitions else {}
         firsts = await self._consumer.beginning_offsets(partitions) if partitions else {}
@@ -246,12 +259,19 @@ async def run(settings: EndingsSettings, stop: asyncio.Event) -> None:
         fetch_min_bytes=FETCH_BYTES_MIN,
     )
     endings = Endings(settings, consumer, producer, decoder)
-    ops = OpsServer(
-        settings.ops_port, lambda: producer.failure if endings.assigned else "no partitions of tokens are assigned yet"
-    )
+    waiting = "connecting"
+
+    def wait(missing: str) -> None:
+        nonlocal waiting
+        waiting = missing
+
+    ops = OpsServer(settings.ops_port, lambda: producer.failure if endings.assigned else waiting)
     async with contextlib.AsyncExitStack() as cleanup:
         await ops.start()
         cleanup.push_async_callback(ops.stop)
+        if not await until_reached(settings.kafka, TOPICS, stop, wait):
+            return
+        wait("no partitions of tokens are assigned yet")
         await producer.start()
         cleanup.push_async_callback(producer.stop)
         consumer.subscribe(pattern=TOKENS_PATTERN, listener=endings)

@@ -13,7 +13,14 @@ from typing import Protocol
 
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
-from aiokafka.errors import CommitFailedError, IllegalStateError
+from aiokafka.errors import (
+    CommitFailedError,
+    GroupAuthorizationFailedError,
+    IllegalStateError,
+    KafkaError,
+    KafkaTimeoutError,
+    TopicAuthorizationFailedError,
+)
 
 from decisions import window as rules
 from decisions.window import Window
@@ -29,6 +36,9 @@ POLL_INTERVAL_MAX_MS = 24 * 3_600_000
 """A full window may wait for one long answer; the heartbeat alone says whether a worker is alive."""
 REVOKE_WAIT_S = 3.0
 """What a rebalance waits for answers to pause and offsets to be committed."""
+FAILURE_WAIT_S = 1.0
+FAILURES_MAX = 60
+"""In a row; then the worker gives up, and exits."""
 FIRST_GENERATION = 1
 """Before this one a group has had no owners."""
 
@@ -68,6 +78,7 @@ class Group:
         self._commit_lock = asyncio.Lock()
         self._room = asyncio.Event()
         self._fresh: set[TopicPartition] = set()
+        self._failures = 0
         self.generation = 0
         self.held: dict[TopicPartition, Held] = {}
         self._consumer: AIOKafkaConsumer = make_consumer(
@@ -96,12 +107,32 @@ class Group:
         await self._consumer.stop()
 
     async def fetch(self) -> list[tuple[Held, ConsumerRecord[bytes, bytes]]]:
-        """New records, taken into their windows; empty after `FETCH_WAIT_MS` without any."""
+        """New records, taken into their windows; empty after `FETCH_WAIT_MS` without any.
+
+        What the broker's absence makes fail is tried again, for a while; an engine is slower to start again than a broker.
+        """
         try:
-            await self._open_fresh()
+            taken = await self._fetch()
         except (CommitFailedError, IllegalStateError):  # the assignment changed under this call
             await asyncio.sleep(FETCH_WAIT_MS / 1000)
             return []
+        except (GroupAuthorizationFailedError, TopicAuthorizationFailedError):
+            raise
+        except KafkaError as error:
+            self._failures += 1
+            if self._failures >= FAILURES_MAX:
+                raise
+            log.warning("can't fetch; trying again", error=repr(error), failures=self._failures)
+            if not (error.retriable or isinstance(error, KafkaTimeoutError)):
+                # The group's coordination failed, and aiokafka only begins it anew when it joins anew.
+                self._consumer._coordinator.request_rejoin()  # noqa: SLF001
+            await asyncio.sleep(FAILURE_WAIT_S)
+            return []
+        self._failures = 0
+        return taken
+
+    async def _fetch(self) -> list[tuple[Held, ConsumerRecord[bytes, bytes]]]:
+        await self._open_fresh()
         rooms = {tp: room for tp, held in self.held.items() if (room := self._room_of(held)) > 0}
         if not rooms:
             self._room.clear()
@@ -110,11 +141,7 @@ class Group:
             except TimeoutError:
                 pass
             return []
-        try:
-            batches = await self._consumer.getmany(*rooms, timeout_ms=FETCH_WAIT_MS, max_records=min(rooms.values()))
-        except IllegalStateError:  # the assignment changed under this call
-            await asyncio.sleep(FETCH_WAIT_MS / 1000)
-            return []
+        batches = await self._consumer.getmany(*rooms, timeout_ms=FETCH_WAIT_MS, max_records=min(rooms.values()))
         return [taken for tp, records in batches.items() for taken in self._take(tp, records)]
 
     def _room_of(self, held: Held) -> int:

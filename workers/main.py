@@ -9,12 +9,14 @@ import structlog
 
 from infra.directory import ModelDirectory
 from infra.log import EventProducer
+from infra.reach import until_reached
 from infra.settings import WorkerSettings
 from infra.telemetry import OpsServer
 from infra.topics import ensure_model
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
 from schemas.reasons import Reason
+from schemas.topics import CONTROL, DEAD_LETTERS, REGISTRY, SCHEMAS, TOKENS, WORKERS
 from text.tokenizer import Tokenizer, load_tokenizer
 from workers.engines.choice import make_engine, resolved, tokenizer_ref
 from workers.engines.port import Engine
@@ -24,6 +26,7 @@ from workers.report import STARTING, Reporter
 
 log = structlog.get_logger(PROCESS)
 
+TOPICS = (REGISTRY, SCHEMAS, CONTROL, WORKERS, TOKENS, DEAD_LETTERS)
 REGISTRY_WAIT_S = 5.0
 """How often a worker says that it waits for its version to be registered."""
 
@@ -35,6 +38,10 @@ class _Readiness:
         self.loop: WorkerLoop | None = None
         self.phase: str = "connecting"
 
+    def wait(self, missing: str) -> None:
+        """Says what is waited for."""
+        self.phase = missing
+
     def __call__(self) -> str | None:
         return self.phase if self.loop is None else self.loop.not_ready
 
@@ -43,6 +50,8 @@ async def run(settings: WorkerSettings, model: str, version: str, stop: asyncio.
     """Serves until `stop` is set. Raises HeadraceError when it can't start or can't go on: the supervisor starts it again."""
     ready = _Readiness()
     async with OpsServer(settings.ops_port, ready):
+        if not await until_reached(settings.kafka, TOPICS, stop, ready.wait):
+            return
         ready.phase = f"{model} {version} is not registered"
         registered = await _registered(settings, model, version, stop)
         if registered is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import re
@@ -18,7 +19,6 @@ from infra.broker import EmbeddedKafka
 from infra.settings import BridgeSettings, KafkaSettings
 from infra.topics import ensure_core
 from schemas.errors import HeadraceError
-from schemas.reasons import Reason
 from tests.bridge.conftest import RunningBridge, start_bridge
 from tests.bridge.test_cancel import newest
 from tests.bridge.test_openai_chat import body, script
@@ -102,14 +102,22 @@ async def test_a_port_in_use_is_named(bridge: RunningBridge) -> None:
         await run(settings, asyncio.Event())
 
 
-async def test_no_broker_is_an_error_and_no_hang() -> None:
-    settings = BridgeSettings(
-        kafka=KafkaSettings(f"127.0.0.1:{ports.free_port()}"), port=ports.free_port(), grant_secret=b"x" * 32
-    )
-    with pytest.raises(HeadraceError) as caught:
-        await run(settings, asyncio.Event())
-    assert caught.value.reason is Reason.UNAVAILABLE
+async def test_without_a_broker_it_waits_says_so_and_takes_no_connection() -> None:
+    kafka = KafkaSettings(f"127.0.0.1:{ports.free_port()}")
+    settings = BridgeSettings(kafka=kafka, port=ports.free_port(), ops_port=ports.free_port(), grant_secret=b"x" * 32)
+    stop = asyncio.Event()
+    running = asyncio.create_task(run(settings, stop))
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{settings.ops_port}", trust_env=False) as client:
+        said = ""
+        while kafka.bootstrap not in said:
+            await asyncio.sleep(0.05)
+            with contextlib.suppress(httpx.ConnectError):
+                said = (await client.get("/readyz")).text
+        assert "can't be reached" in said
+        assert (await client.get("/livez")).status_code == 200
     ports.require_free(settings.port)
+    stop.set()
+    await asyncio.wait_for(running, 10)
 
 
 async def test_a_broker_that_dies_is_told_within_seconds(tmp_path: Path) -> None:

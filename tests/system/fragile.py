@@ -1,0 +1,126 @@
+"""A stack whose broker, and all else, may be hurt: two of every process, on a broker of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from infra import ports
+from infra.broker import EmbeddedKafka
+from infra.models_file import ModelEntry
+from infra.settings import grant_secret
+from tests.system.chaos_plan import ADMISSIONS, BRIDGES, ENDINGS, WORKERS, Act, Step
+from tests.system.running import READY_WAIT_S, RunningStack
+
+CHAOS = "chaos"
+SLOTS = 64
+SESSION_MS = 6_000
+"""The shortest session that the broker allows."""
+DRAIN_MS = 500
+"""Shorter than an answer, so that a worker that stops hands answers over."""
+POISON_ATTEMPTS = 1_000
+"""More workers are killed here than one bad request would kill."""
+RUNS_AGAIN_S = 20.0
+OPS_WAIT_S = 2.0
+
+_SESSIONS = {
+    f"HEADRACE_{process}_SESSION_TIMEOUT_MS": str(SESSION_MS) for process in ("WORKER", "ADMISSION", "ENDINGS")
+}
+
+
+class Fragile:
+    """`stack` with `broker`: two front doors, two admissions, two endings and one worker of the model `chaos`."""
+
+    def __init__(self, broker: EmbeddedKafka, data_dir: Path, slots: int = SLOTS) -> None:
+        """Nothing runs but the broker, which is asked for nothing yet."""
+        self.broker = broker
+        self.stack = RunningStack(broker.settings, data_dir)
+        self.entry = ModelEntry(CHAOS, "1", "scripted", "scripted", 4096, slots=slots)
+        self.doors = dict(zip(BRIDGES, (self.stack.port, ports.free_port()), strict=True))
+        self._stopping: list[asyncio.Future[None]] = []
+        grant_secret(data_dir)
+
+    def prepare(self) -> None:
+        """Makes topics, tenants and the model."""
+        self.stack.thread.run(self.stack._prepare(self.entry))
+
+    def start(self) -> None:
+        """Starts everything but the other workers; `await_ready` then waits for it."""
+        for name in ADMISSIONS:
+            self.stack.add(name, "streams", "admission", "--tier", "interactive", **_SESSIONS)
+        for name in ENDINGS:
+            self.stack.add(name, "streams", "endings", **_SESSIONS)
+        for name, port in self.doors.items():
+            self.stack.add(name, "bridge", "--port", str(port), HEADRACE_BRIDGE_INSTANCE=name)
+        self.start_worker(WORKERS[0])
+
+    def start_worker(self, name: str) -> None:
+        """Starts one more worker."""
+        env = {
+            "HEADRACE_WORKER_DRAIN_MS": str(DRAIN_MS),
+            "HEADRACE_WORKER_POISON_ATTEMPTS_MAX": str(POISON_ATTEMPTS),
+            "HEADRACE_WORKER_WORKER_ID": name,
+        }
+        self.stack.add(name, "worker", CHAOS, "1", **_SESSIONS, **env)
+
+    def await_ready(self, wait_s: float = READY_WAIT_S) -> None:
+        """Returns when everything that should run is ready."""
+        for name in list(self.stack._specs):
+            self.stack.await_ready(name, wait_s)
+
+    def urls(self) -> list[str]:
+        """The front doors."""
+        return [f"http://127.0.0.1:{port}" for port in self.doors.values()]
+
+    def health(self, name: str, what: str) -> tuple[int, str]:
+        """What a process says at `/livez` or `/readyz`."""
+        with httpx.Client(trust_env=False, timeout=OPS_WAIT_S) as http:
+            answer = http.get(f"http://127.0.0.1:{self.stack.ops_ports[name]}/{what}")
+        return answer.status_code, answer.text.strip()
+
+    def do(self, step: Step) -> None:
+        """Does one step of a plan. A process that is being started again is waited for."""
+        stack, name = self.stack, step.target
+        match step.act:
+            case Act.START:
+                self.start_worker(name)
+            case Act.STOP:
+                self._stopping.append(asyncio.run_coroutine_threadsafe(stack.supervisor.stop(name), stack.thread.loop))  # type: ignore[arg-type]
+                del stack._specs[name], stack.ops_ports[name]
+            case Act.KILL:
+                stack.until(lambda: stack.pid(name), RUNS_AGAIN_S)
+                stack._signal(name, signal.SIGKILL)
+            case Act.FREEZE:
+                stack.until(lambda: stack.pid(name), RUNS_AGAIN_S)
+                stack.pause(name)
+            case Act.WAKE:
+                if stack.pid(name) is not None:
+                    stack.resume(name)
+            case Act.RESTART:
+                self.broker.restart()
+            case Act.CRASH:
+                self.broker.kill()
+                self.broker.start()
+
+    def close(self) -> None:
+        """Stops everything."""
+        self.stack.close()
+
+
+@contextmanager
+def running(data_dir: Path, slots: int = SLOTS) -> Iterator[Fragile]:
+    """Everything, ready, on a new broker."""
+    with EmbeddedKafka(data_dir / "kafka") as broker:
+        fragile = Fragile(broker, data_dir / "stack", slots)
+        try:
+            fragile.prepare()
+            fragile.start()
+            fragile.await_ready()
+            yield fragile
+        finally:
+            fragile.close()
