@@ -94,14 +94,14 @@ def test_it_dies_with_an_owner_that_is_killed(tmp_path: Path):
 
 
 async def test_a_paused_broker_answers_nothing_until_resumed(spare_broker: EmbeddedKafka):
-    await ensure(spare_broker.settings, [TopicSpec("kept", 1, "id")])
+    await ensure(spare_broker.settings, [TopicSpec("paused", 1, "id")])
     producer = make_producer(spare_broker.settings)
     await producer.start()
     try:
-        await producer.send_and_wait("kept", b"before")
+        await producer.send_and_wait("paused", b"before")
         spare_broker.pause()
         try:
-            waiting = await producer.send("kept", b"while")
+            waiting = await producer.send("paused", b"while")
             done, _ = await asyncio.wait([waiting], timeout=0.5)
             assert not done
         finally:
