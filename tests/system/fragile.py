@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,7 +43,8 @@ class Fragile:
         self.stack = RunningStack(broker.settings, data_dir)
         self.entry = ModelEntry(CHAOS, "1", "scripted", "scripted", 4096, slots=slots)
         self.doors = dict(zip(BRIDGES, (self.stack.port, ports.free_port()), strict=True))
-        self._stopping: list[asyncio.Future[None]] = []
+        self._beside = ThreadPoolExecutor(1)
+        self._under_way: list[Future[None]] = []
         grant_secret(data_dir)
 
     def prepare(self) -> None:
@@ -84,13 +86,14 @@ class Fragile:
         return answer.status_code, answer.text.strip()
 
     def do(self, step: Step) -> None:
-        """Does one step of a plan. A process that is being started again is waited for."""
+        """Does one step of a plan, or begins what takes time. A process that is being started again is waited for."""
         stack, name = self.stack, step.target
         match step.act:
             case Act.START:
                 self.start_worker(name)
             case Act.STOP:
-                self._stopping.append(asyncio.run_coroutine_threadsafe(stack.supervisor.stop(name), stack.thread.loop))  # type: ignore[arg-type]
+                stopping = asyncio.run_coroutine_threadsafe(stack.supervisor.stop(name), stack.thread.loop)
+                self._under_way.append(stopping)
                 del stack._specs[name], stack.ops_ports[name]
             case Act.KILL:
                 stack.until(lambda: stack.pid(name), RUNS_AGAIN_S)
@@ -102,13 +105,22 @@ class Fragile:
                 if stack.pid(name) is not None:
                     stack.resume(name)
             case Act.RESTART:
-                self.broker.restart()
+                self._under_way.append(self._beside.submit(self.broker.restart))
             case Act.CRASH:
-                self.broker.kill()
-                self.broker.start()
+                self._under_way.append(self._beside.submit(self._crash))
+
+    def _crash(self) -> None:
+        self.broker.kill()
+        self.broker.start()
+
+    def settle(self) -> None:
+        """Returns when all that takes time is done: the broker runs again, and workers have stopped."""
+        for one in self._under_way:
+            one.result(READY_WAIT_S)
 
     def close(self) -> None:
-        """Stops everything."""
+        """Stops everything but the broker."""
+        self._beside.shutdown()
         self.stack.close()
 
 

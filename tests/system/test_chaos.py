@@ -53,6 +53,7 @@ def test_every_answer_is_whole_whatever_is_killed(fragile: Fragile) -> None:
             log.info("after %.1f s: %s; %d streams open", time.monotonic() - began_s, step, callers.open)
             fragile.do(step)
         time.sleep(max(0.0, began_s + DURATION_S - time.monotonic()))
+        fragile.settle()
     finally:
         stack.thread.loop.call_soon_threadsafe(callers.stop)
     calling.result(STREAM_S_MAX + 10)
