@@ -25,7 +25,7 @@ from schemas.reasons import Reason
 from schemas.topics import GRANT_HEADER, INTERACTIVE, TRACEPARENT_HEADER, TRACESTATE_HEADER, requests_topic
 
 PRODUCE_WAIT_S = 5.0
-"""How long the log may take to confirm a request before its caller hears that it can't be reached."""
+"""How long the log may take to confirm a request before its caller hears that it can't be reached; less if its deadline is nearer."""
 DEADLINE_GRACE_S = 2.0
 """How long after its deadline a call waits for the log's own ending, which knows better, before this bridge ends it."""
 CANCELS_MAX = 10_000
@@ -78,12 +78,13 @@ class FrontDoor:
         for request in requests:
             self.dispatcher.register(call.add_leg(request.request_id, choice))
             choice += request.sampling.n
+        timeout_ms = max(self._timeout_ms(request) for request in requests)
         try:
-            await self._produce(call, caller, requests, http_headers)
+            await self._produce(call, caller, requests, http_headers, min(PRODUCE_WAIT_S, timeout_ms / 1000))
         except BaseException:
             self.close(call, caller)
             raise
-        self._set_deadline(call, requests)
+        self._set_deadline(call, timeout_ms)
         return call
 
     async def resume(self, caller: Caller, wish: Wish, arrived_s: float) -> Resumed:
@@ -107,7 +108,12 @@ class FrontDoor:
             raise HeadraceError(reason, found.message, param=caller_param(found.param))
 
     async def _produce(
-        self, call: Call, caller: Caller, requests: Sequence[InferenceRequested], http_headers: Mapping[str, str]
+        self,
+        call: Call,
+        caller: Caller,
+        requests: Sequence[InferenceRequested],
+        http_headers: Mapping[str, str],
+        wait_s: float,
     ) -> None:
         trace = [
             (name, value.encode())
@@ -117,7 +123,7 @@ class FrontDoor:
         headers = [(GRANT_HEADER, self.auth.grant(caller)), *child(trace)]
         loop = asyncio.get_running_loop()
         pending = len(requests)
-        too_late = loop.call_later(PRODUCE_WAIT_S, call.fail, unreachable())
+        too_late = loop.call_later(wait_s, call.fail, unreachable())
 
         def confirmed(future: asyncio.Future[object]) -> None:
             nonlocal pending
@@ -131,7 +137,7 @@ class FrontDoor:
                 too_late.cancel()
 
         try:
-            async with asyncio.timeout(PRODUCE_WAIT_S):
+            async with asyncio.timeout(wait_s):
                 for request in requests:
                     future = await self.producer.send(_TOPIC, request, key=caller.tenant, headers=headers)
                     future.add_done_callback(confirmed)
@@ -139,8 +145,7 @@ class FrontDoor:
             _log.warning("a request was not taken by the log", error=repr(error))
             raise unreachable() from None
 
-    def _set_deadline(self, call: Call, requests: Sequence[InferenceRequested]) -> None:
-        timeout_ms = max(self._timeout_ms(request) for request in requests)
+    def _set_deadline(self, call: Call, timeout_ms: int) -> None:
         error = HeadraceError(Reason.DEADLINE_EXCEEDED, f"no whole answer came within {timeout_ms} ms")
         loop = asyncio.get_running_loop()
         call.timer = loop.call_at(call.arrived_s + timeout_ms / 1000 + DEADLINE_GRACE_S, call.fail, error)

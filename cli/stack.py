@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
+
 from cli.context import Addresses, addresses_file, key_file, write_addresses
 from cli.progress import Board
 from cli.registry import (
@@ -31,7 +33,7 @@ from cli.registry import (
 )
 from cli.threads import in_thread
 from infra import ports
-from infra.broker import EmbeddedKafka
+from infra.broker import BrokerError, EmbeddedKafka
 from infra.models_file import ModelEntry
 from infra.settings import KafkaSettings, grant_secret
 from infra.supervisor import ChildSpec, Supervisor
@@ -47,6 +49,10 @@ READY_WAIT_S = 90.0
 WORKER_READY_WAIT_S = 900.0
 THREADS_WAIT_S = 8.0
 BEAT_S = 1.0
+BROKER_LOOK_S = 0.5
+BROKER_RESTARTS_MAX = 20
+
+log = structlog.get_logger("up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,15 +151,33 @@ class Stack:
             with self.board.step("Kafka", "starting the embedded broker (the first time: fetching 43 MB)"):
                 broker = EmbeddedKafka(self.options.data_dir / "kafka", self.options.kafka_port)
                 self._broker = broker
-                await self._in_thread(broker.start, "kafka")
+                await self._start_broker(broker)
                 self.kafka = broker.settings
-                if broker.pid is not None:
-                    await self.supervisor.adopt("kafka", broker.pid)
         with self.board.step("topics", f"checking them at {self.kafka.bootstrap}"):
             await ensure_all(self.kafka)
         with self.board.step(f"tenant {TENANT}", "looking for its key"):
             grant_secret(self.options.data_dir)
             self.key = await default_key(self.kafka, key_file(self.options.data_dir))
+
+    async def _start_broker(self, broker: EmbeddedKafka) -> None:
+        await self._in_thread(broker.start, "kafka")
+        if broker.pid is not None:
+            await self.supervisor.adopt("kafka", broker.pid)
+
+    async def keep(self) -> None:
+        """Starts the embedded broker again whenever it ends by itself; the other processes are the supervisor's.
+
+        Runs until cancelled. Raises BrokerError if it can't be started again, or has ended too often.
+        """
+        broker, restarts = self._broker, 0
+        while broker is None or restarts <= BROKER_RESTARTS_MAX:
+            await asyncio.sleep(BROKER_LOOK_S)
+            if broker is not None and broker.pid is None:
+                restarts += 1
+                log.warning("Kafka ended by itself; starting it again", restarts=restarts, log=str(broker.log_file))
+                await self.supervisor.release("kafka")
+                await self._start_broker(broker)
+        raise BrokerError(f"Kafka has ended {restarts} times; its log is {broker.log_file}")
 
     async def _register(self, versions: list[ModelVersionRegistered]) -> None:
         from cli.models import register_versions

@@ -108,7 +108,7 @@ async def _run(stack: Stack, out: Console, *, demo: bool, once: bool) -> int:
         else:
             request_id = None
         show_addresses(stack, out, request_id)
-        await asyncio.Event().wait()
+        await stack.keep()
         return 0
     finally:
         out.print("headrace: stopping everything (Ctrl-C again kills)", style="dim")

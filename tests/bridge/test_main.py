@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bridge import door
 from bridge.main import run
 from bridge.openapi import document
 from infra import ports
@@ -120,7 +121,7 @@ async def test_without_a_broker_it_waits_says_so_and_takes_no_connection() -> No
     await asyncio.wait_for(running, 10)
 
 
-async def test_a_broker_that_dies_is_told_within_seconds(tmp_path: Path) -> None:
+async def test_a_broker_that_dies_is_told_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop = asyncio.get_running_loop()
     broker = EmbeddedKafka(tmp_path / "kafka")
     await loop.run_in_executor(None, broker.start)
@@ -135,6 +136,11 @@ async def test_a_broker_that_dies_is_told_within_seconds(tmp_path: Path) -> None
                 response = await client.post("/v1/chat/completions", json=body(stream=stream))
                 assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
                 assert "retry-after" in response.headers
+            monkeypatch.setattr(door, "PRODUCE_WAIT_S", 600.0)
+            response = await client.post(
+                "/v1/chat/completions", json=body(stream=False), headers={"X-Headrace-Timeout-Ms": "300"}
+            )
+            assert response.status_code == 503
             assert (await client.get("/livez")).status_code == 200
         bridge.loop.call_soon_threadsafe(bridge.stop.set)
         await loop.run_in_executor(None, thread.join, 60)

@@ -22,8 +22,8 @@ from tests.system.fragile import CHAOS, Fragile, running
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "0"))
-STREAMS = int(os.environ.get("CHAOS_STREAMS", "500" if MINUTES else "80"))
-DURATION_S = MINUTES * 60 or 36.0
+STREAMS = int(os.environ.get("CHAOS_STREAMS", "500" if MINUTES else "64"))
+DURATION_S = MINUTES * 60 or 30.0
 CHUNKS = 15
 TOKEN_MS = 4_000 * STREAMS // 800
 """About 200 events a second over all streams, which leaves a small machine room for restarts."""

@@ -8,7 +8,7 @@ import pytest
 
 from tests.system.chaos_plan import ADMISSIONS, BRIDGES, BROKER, ENDINGS, WORKERS, Act, plan
 
-SHORT_S, LONG_S = 40.0, 600.0
+SHORT_S, LONG_S = 30.0, 600.0
 EVERY_KIND = (WORKERS, ADMISSIONS, ENDINGS, BRIDGES)
 
 

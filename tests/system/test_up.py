@@ -159,6 +159,22 @@ def test_it_stays_up_for_other_commands_until_ctrl_c(ups: list[Up], tmp_path: Pa
     assert (after.returncode, "Nothing runs" in after.stdout) == (1, True)
 
 
+def test_a_broker_that_is_killed_is_started_again(ups: list[Up], tmp_path: Path) -> None:
+    up = Up(tmp_path / "up")
+    ups.append(up)
+    up.until("Ctrl-C stops everything.")
+    for restarts in (1, 2):
+        processes = json.loads(up.command("status", "--json").stdout)["processes"]
+        os.kill(next(process["pid"] for process in processes if process["name"] == "kafka"), signal.SIGKILL)
+        up.until(f"restarts={restarts}")
+        end_s = time.monotonic() + UP_WAIT_S
+        while up.command("chat", "--message", "still there").stdout != "still there\n":
+            assert time.monotonic() < end_s, up.text
+    up.process.send_signal(signal.SIGINT)
+    assert up.ended() == 0, up.text
+    up.assert_nothing_left()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("words", ["Kafka: starting", "bridge: starting"])
 def test_a_signal_while_it_starts_stops_what_it_started(
