@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -44,10 +45,10 @@ def completed(site: Site, rid: str, total: int) -> InferenceCompleted:
     )
 
 
-async def answer(site: Site, text: str = "hello") -> str:
+async def answer(site: Site, text: str = "hello", **where: Any) -> str:
     """A whole answer on the log."""
     rid = new_id()
-    await site.tokens(started(site, rid), tokens(rid, 0, text), completed(site, rid, len(text.encode())))
+    await site.tokens(started(site, rid), tokens(rid, 0, text), completed(site, rid, len(text.encode())), **where)
     return rid
 
 
@@ -140,14 +141,15 @@ async def test_a_killed_endings_loses_nothing_and_repeats_the_same(site: Site, e
 
 
 async def test_an_orderly_stop_repeats_nothing_and_a_zombie_finds_it_closed(site: Site, endings: Agent) -> None:
-    rids = [await answer(site) for _ in range(10)]
+    own: dict[str, Any] = {"topic": f"tokens.{site.tenant}", "partition": 0}  # nobody else leaves a request open there
+    rids = [await answer(site, **own) for _ in range(10)]
     for rid in rids:
         await site.of(ANSWERS, InferenceAnswered, rid)
         await site.of(LIFECYCLE, InferenceCompleted, rid)
     assert endings.stop() == 0, endings.log.read_text()
     zombie = Attempt(0, 9)
-    await site.tokens(started(site, rids[0], zombie), tokens(rids[0], 0, "zombie", zombie))
+    await site.tokens(started(site, rids[0], zombie), tokens(rids[0], 0, "zombie", zombie), **own)
     endings.start()
-    await site.of(ANSWERS, InferenceAnswered, await answer(site))
+    await site.of(ANSWERS, InferenceAnswered, await answer(site, **own))
     assert len(await site.all(ANSWERS, InferenceAnswered, lambda event: event.tenant == site.tenant)) == len(rids) + 1
     assert len(await site.all(LIFECYCLE, InferenceStarted, lambda event: event.tenant == site.tenant)) == len(rids) + 1

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from decisions.stream import NEW, Input, StreamState, fold
+from infra.kafka import make_consumer
 from infra.log import EventDecoder, EventProducer
-from infra.read import read_to_end
+from infra.read import assign_all, read_to_end
 from infra.settings import KafkaSettings, WorkerSettings
 from infra.topics import ensure_model
 from schemas.errors import Undecodable
@@ -122,6 +123,15 @@ class Lane:
     def topic(self, tier: str = "interactive") -> str:
         return work_topic(self.version.model, self.version.version, tier)
 
+    async def stand_at_end(self) -> None:
+        """Reads `tokens` from here on: what other tests wrote before could take longer than an answer lasts."""
+        consumer = make_consumer(self.kafka)
+        await consumer.start()
+        try:
+            self._positions = await assign_all(consumer, TOKENS)
+        finally:
+            await consumer.stop()
+
     async def pull(self) -> None:
         """Reads what is new on `tokens`."""
         async for record in read_to_end(self.kafka, TOKENS, self._positions):
@@ -217,6 +227,8 @@ async def open_lane(kafka: KafkaSettings, **changes: Any) -> AsyncIterator[Lane]
     try:
         await ensure_model(kafka, version)
         await producer.send_and_wait(REGISTRY, version, key=name)
-        yield Lane(kafka, producer, version)
+        lane = Lane(kafka, producer, version)
+        await lane.stand_at_end()
+        yield lane
     finally:
         await producer.stop()
