@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +60,7 @@ def _offset(event_id: str, request_id: str) -> int | None:
 
 
 class Followers:
-    """So many callers, each with one stream after another until `stop`."""
+    """So many callers, each with one stream after another."""
 
     def __init__(self, urls: Sequence[str], keys: dict[str, str], model: str, *, chunks: int, token_ms: int) -> None:
         """`chunks` are the parts of each answer, which come `token_ms` apart."""
@@ -78,9 +79,15 @@ class Followers:
         """How many streams have told something so far."""
         return sum(bool(one.events) for one in self.streams)
 
-    def stop(self) -> None:
-        """Lets each stream end and begins no more."""
-        self._stopping.set()
+    @contextmanager
+    def calling(self, loop: asyncio.AbstractEventLoop, callers: int) -> Iterator[None]:
+        """So many callers read while the block runs, and then see their last streams to their end."""
+        reading = asyncio.run_coroutine_threadsafe(self.run(callers), loop)
+        try:
+            yield
+        finally:
+            loop.call_soon_threadsafe(self._stopping.set)
+            reading.result(STREAM_S_MAX + 10)
 
     async def run(self, callers: int) -> None:
         """Returns when every caller's last stream is over, whatever became of it."""

@@ -6,7 +6,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -96,18 +96,23 @@ class Fragile:
                 self._under_way.append(stopping)
                 del stack._specs[name], stack.ops_ports[name]
             case Act.KILL:
-                stack.until(lambda: stack.pid(name), RUNS_AGAIN_S)
-                stack._signal(name, signal.SIGKILL)
+                stack.until(lambda: self._signalled(name, signal.SIGKILL), RUNS_AGAIN_S)
             case Act.FREEZE:
-                stack.until(lambda: stack.pid(name), RUNS_AGAIN_S)
-                stack.pause(name)
+                stack.until(lambda: self._signalled(name, signal.SIGSTOP), RUNS_AGAIN_S)
             case Act.WAKE:
-                if stack.pid(name) is not None:
-                    stack.resume(name)
+                self._signalled(name, signal.SIGCONT)
             case Act.RESTART:
                 self._under_way.append(self._beside.submit(self.broker.restart))
             case Act.CRASH:
                 self._under_way.append(self._beside.submit(self._crash))
+
+    def _signalled(self, name: str, number: signal.Signals) -> bool:
+        """Whether there was a process to signal; one that has just ended is no more than one that isn't there."""
+        with suppress(ProcessLookupError):
+            if self.stack.pid(name) is not None:
+                self.stack._signal(name, number)
+                return True
+        return False
 
     def _crash(self) -> None:
         self.broker.kill()

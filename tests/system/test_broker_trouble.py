@@ -5,12 +5,10 @@ CHAOS_MINUTES makes it long: the broker then stays frozen for a minute.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -20,7 +18,7 @@ from infra.broker import EmbeddedKafka
 from infra.supervisor import ChildState
 from tests.system.audit import Audit
 from tests.system.chaos_plan import BRIDGES, WORKERS
-from tests.system.followers import STREAM_S_MAX, TRY_AGAIN, Followers
+from tests.system.followers import TRY_AGAIN, Followers
 from tests.system.fragile import CHAOS, Fragile, running
 
 LONG = "CHAOS_MINUTES" in os.environ
@@ -60,7 +58,7 @@ def test_answers_outlive_the_broker(fragile: Fragile, hurt: Hurt, heal: Hurt, aw
     audit = Audit(stack)
     pids = {name: stack.pid(name) for name in stack.ops_ports}
     callers = Followers(fragile.urls(), stack.keys, CHAOS, chunks=CHUNKS, token_ms=TOKEN_MS)
-    with calling(fragile, callers):
+    with callers.calling(stack.thread.loop, CALLERS):
         stack.until(lambda: callers.flowing >= CALLERS // 2)
         hurt(fragile.broker)
         try:
@@ -83,18 +81,6 @@ def test_answers_outlive_the_broker(fragile: Fragile, hurt: Hurt, heal: Hurt, aw
     assert {name: stack.pid(name) for name in (*BRIDGES, WORKERS[0])} == {
         name: pids[name] for name in (*BRIDGES, WORKERS[0])
     }
-
-
-@contextmanager
-def calling(fragile: Fragile, callers: Followers) -> Iterator[None]:
-    """Callers read while the block runs, and see their streams to their end."""
-    loop = fragile.stack.thread.loop
-    reading = asyncio.run_coroutine_threadsafe(callers.run(CALLERS), loop)
-    try:
-        yield
-    finally:
-        loop.call_soon_threadsafe(callers.stop)
-        reading.result(STREAM_S_MAX + 10)
 
 
 def says(fragile: Fragile, name: str, what: str) -> int:

@@ -5,7 +5,6 @@ The seed, the length and the number of streams come from CHAOS_SEED, CHAOS_MINUT
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import time
@@ -45,18 +44,14 @@ def test_every_answer_is_whole_whatever_is_killed(fragile: Fragile) -> None:
     stack = fragile.stack
     audit, answers = Audit(stack), Mark(stack, "answers")
     callers = Followers(fragile.urls(), stack.keys, CHAOS, chunks=CHUNKS, token_ms=TOKEN_MS)
-    calling = asyncio.run_coroutine_threadsafe(callers.run(STREAMS), stack.thread.loop)
     began_s = time.monotonic()
-    try:
+    with callers.calling(stack.thread.loop, STREAMS):
         for step in plan(SEED, DURATION_S):
             time.sleep(max(0.0, began_s + step.at_s - time.monotonic()))
             log.info("after %.1f s: %s; %d streams open", time.monotonic() - began_s, step, callers.open)
             fragile.do(step)
         time.sleep(max(0.0, began_s + DURATION_S - time.monotonic()))
         fragile.settle()
-    finally:
-        stack.thread.loop.call_soon_threadsafe(callers.stop)
-    calling.result(STREAM_S_MAX + 10)
     connections = sum(one.connections for one in callers.streams)
     log.info("%d streams over %d connections; refused: %s", len(callers.streams), connections, dict(callers.refused))
 
