@@ -18,6 +18,7 @@ from aiokafka.errors import (
 from aiokafka.helpers import create_ssl_context
 
 from infra.foreign_names import pass_over_foreign_names
+from infra.pacing import pace_failed_updates
 from infra.settings import KafkaSettings, SettingsError
 from schemas.topics import RECORD_MAX_BYTES
 
@@ -31,6 +32,7 @@ SIGN_IN_WAIT_MS = 5_000
 _REFUSED = (AuthenticationFailedError, SaslAuthenticationFailed, UnsupportedSaslMechanismError)
 
 pass_over_foreign_names()
+pace_failed_updates()
 
 
 def connection(settings: KafkaSettings) -> dict[str, Any]:

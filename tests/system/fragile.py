@@ -71,9 +71,9 @@ class Fragile:
         self.stack.add(name, "worker", CHAOS, "1", **_SESSIONS, **env)
 
     def await_ready(self, wait_s: float = READY_WAIT_S) -> None:
-        """Returns when everything that should run is ready."""
-        for name in list(self.stack._specs):
-            self.stack.await_ready(name, wait_s)
+        """Returns when everything that should run is ready, however often it was killed: the supervisor would take that for crashes."""
+        for name in self.stack.ops_ports:
+            self.until_says(name, "readyz", 200, wait_s)
 
     def urls(self) -> list[str]:
         """The front doors."""
@@ -84,6 +84,17 @@ class Fragile:
         with httpx.Client(trust_env=False, timeout=OPS_WAIT_S) as http:
             answer = http.get(f"http://127.0.0.1:{self.stack.ops_ports[name]}/{what}")
         return answer.status_code, answer.text.strip()
+
+    def says(self, name: str, what: str) -> int:
+        """The status alone; 0 if nobody answers, since the process is being started again."""
+        try:
+            return self.health(name, what)[0]
+        except httpx.TransportError:
+            return 0
+
+    def until_says(self, name: str, what: str, status: int, wait_s: float) -> None:
+        """Returns once a process answers with this status."""
+        self.stack.until(lambda: self.says(name, what) == status, wait_s)
 
     def do(self, step: Step) -> None:
         """Does one step of a plan, or begins what takes time. A process that is being started again is waited for."""

@@ -65,8 +65,8 @@ def test_answers_outlive_the_broker(fragile: Fragile, hurt: Hurt, heal: Hurt, aw
             away_until_s = time.monotonic() + away_s
             assert_refused_in_time(fragile)
             for name in stack.ops_ports:
-                stack.until(lambda name=name: says(fragile, name, "readyz") == 503, TOLD_S_MAX)  # type: ignore[misc]
-                assert says(fragile, name, "livez") == 200, name
+                fragile.until_says(name, "readyz", 503, TOLD_S_MAX)
+                assert fragile.says(name, "livez") == 200, name
             time.sleep(max(0.0, away_until_s - time.monotonic()))
         finally:
             heal(fragile.broker)
@@ -76,19 +76,11 @@ def test_answers_outlive_the_broker(fragile: Fragile, hurt: Hurt, heal: Hurt, aw
     assert not [(one.request_id, one.fault) for one in callers.streams if one.fault]
     stories = audit.settled()
     assert all(stories[one.request_id].text == one.text for one in callers.streams)
-    assert all(says(fragile, name, what) == 200 for name in stack.ops_ports for what in ("livez", "readyz"))
+    assert all(fragile.says(name, what) == 200 for name in stack.ops_ports for what in ("livez", "readyz"))
     # An engine takes long to load, and callers have their connections: neither need be lost for the broker's sake.
     assert {name: stack.pid(name) for name in (*BRIDGES, WORKERS[0])} == {
         name: pids[name] for name in (*BRIDGES, WORKERS[0])
     }
-
-
-def says(fragile: Fragile, name: str, what: str) -> int:
-    """The status of a process's `/livez` or `/readyz`; 0 if it doesn't answer, since it is being started again."""
-    try:
-        return fragile.health(name, what)[0]
-    except httpx.ConnectError:
-        return 0
 
 
 def assert_refused_in_time(fragile: Fragile) -> None:
@@ -116,7 +108,7 @@ def test_everything_starts_before_the_broker_and_its_topics(tmp_path_factory: py
         fragile.start()
         for name in stack.ops_ports:
             said(fragile, name, f"{broker.bootstrap} can't be reached")
-            assert says(fragile, name, "livez") == 200
+            assert fragile.says(name, "livez") == 200
         broker.start()
         for name in stack.ops_ports:
             said(fragile, name, "headrace topics ensure")
