@@ -88,7 +88,8 @@ def test_admission(stack: RunningStack, audit: Audit, busy: str) -> None:
     late = Load(stack, busy, calls=8, tokens=2, token_ms=10)  # admission is gone when they come
     heard = [*load.heard(), *late.heard()]
     assert all(call.whole for call in heard), [call for call in heard if not call.whole]
-    assert len(audit.settled()) == CALLS + 8
+    # One asked just before may be admitted once more: its offset was not yet committed when admission died.
+    assert sum(story.asked is not None for story in audit.settled().values()) == CALLS + 8
     stack.until_restarted("admission-interactive", before)
     assert_served(stack)
 
