@@ -71,9 +71,9 @@ class Fragile:
         self.stack.add(name, "worker", CHAOS, "1", **_SESSIONS, **env)
 
     def await_ready(self, wait_s: float = READY_WAIT_S) -> None:
-        """Returns when everything that should run is ready, however often it was killed: the supervisor would take that for crashes."""
+        """Returns when everything that should run is ready, however often it was killed."""
         for name in self.stack.ops_ports:
-            self.until_says(name, "readyz", 200, wait_s)
+            self.stack.await_ready(name, wait_s)
 
     def urls(self) -> list[str]:
         """The front doors."""
