@@ -221,6 +221,7 @@ class EmbeddedKafka:
             f"-Xmx{self._heap_mb}m",
             "-Xms64m",
             "-XX:+UseSerialGC",
+            "-XX:TieredStopAtLevel=1",  # on few cores the optimising compiler takes as much as the broker itself, for many minutes
             "-XX:+ExitOnOutOfMemoryError",
             "-Djava.awt.headless=true",
             "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -18,6 +19,10 @@ STOP_GRACE_S = 25.0
 """How long a process may take to stop after the first signal; then it is cancelled, and exits 1."""
 CANCEL_GRACE_S = 3.0
 
+GC_THRESHOLDS = (50_000, 20, 50)
+"""Records and their futures come and go by thousands a second and hold no cycles: looking for those at Python's own pace costs a tenth
+of the time."""
+
 Main = Callable[[asyncio.Event], Awaitable[None]]
 
 
@@ -29,6 +34,8 @@ def run(main: Main, process: str, level: str | None = None) -> None:
     """
     configure_logging(process, level=level or os.environ.get("HEADRACE_LOG_LEVEL") or "info")
     log = structlog.get_logger(process)
+    gc.freeze()  # what was imported stays
+    gc.set_threshold(*GC_THRESHOLDS)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             stopped_in_time = runner.run(_supervised(main, log))

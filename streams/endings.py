@@ -45,7 +45,7 @@ WRITES_MAX = 4_096
 REVOKE_WAIT_S = 5.0
 METADATA_AGE_MS = 2_000
 """How soon a new tenant's topic is found."""
-FETCH_WAIT_MS = 50
+FETCH_WAIT_MS = 200
 """Callers read `tokens` themselves and nobody waits for an ending here, so chunks are fetched many at once, this late at most;"""
 FETCH_BYTES_MIN = 256 * 1024
 """or as soon as there are so many bytes. A fetch for each chunk costs as much as all else that is done for it."""
@@ -215,11 +215,13 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         if not due or not await self.writes.settled(timeout_s):
             return
         due = {partition: offset for partition, offset in due.items() if partition in self._tables}
-        with contextlib.suppress(
-            CommitFailedError, IllegalStateError
-        ):  # the group has moved on: the next owner repeats
+        try:
             await self._consumer.commit(due)
-            self._committed.update(due)
+        except (CommitFailedError, IllegalStateError) as error:
+            names = [f"{partition.topic}:{partition.partition}" for partition in sorted(due)]
+            log.warning("not committed: the group has moved on", partitions=names, error=type(error).__name__)
+            return  # the next owner repeats what it finds uncommitted
+        self._committed.update(due)
 
     async def commit_regularly(self) -> None:
         """Commit and drop what is too old, for as long as the process runs."""

@@ -18,7 +18,7 @@ from typing import Any
 from faust.transport.drivers.aiokafka import AIOKafkaConsumerThread, Consumer, Transport
 from mode.utils.futures import maybe_async
 
-FETCH_WAIT_MS = 100
+FETCH_WAIT_MS = 250
 POLL_S = 1.0
 
 
