@@ -22,6 +22,8 @@ from schemas.reasons import Reason
 
 CALL_TIMEOUT_S = 300.0
 ERROR_CHARS = 300
+Hear = Callable[[float, str], None]
+"""Is told of each event with text: when it came, in seconds since 1970, and the text."""
 _DATA = b"data: "
 _END = b"[DONE]"
 
@@ -136,8 +138,8 @@ class Client:
         if self._session is not None:
             await self._session.close()
 
-    async def call(self, body: bytes) -> Sample:
-        """One streamed call. What goes wrong is in the sample."""
+    async def call(self, body: bytes, hear: Hear | None = None) -> Sample:
+        """One streamed call. What goes wrong is in the sample; `hear` is told of its text."""
         assert self._session is not None
         sample = Sample(now_s())
         try:
@@ -148,13 +150,13 @@ class Client:
                     text = (await response.text())[:ERROR_CHARS]
                     sample.error = f"status {response.status}: {text}"
                     return sample
-                await _read(response.content, sample)
+                await _read(response.content, sample, hear)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             sample.error = f"{type(error).__name__}: {error}"
         return sample
 
 
-async def _read(content: aiohttp.StreamReader, sample: Sample) -> None:
+async def _read(content: aiohttp.StreamReader, sample: Sample, hear: Hear | None) -> None:
     """Reads a stream of events to its end into the sample."""
     rest, done = b"", False
     while chunk := await content.readany():
@@ -168,7 +170,7 @@ async def _read(content: aiohttp.StreamReader, sample: Sample) -> None:
             if "error" in event:
                 sample.error = str(event["error"])[:ERROR_CHARS]
             else:
-                _take(event, at_s, sample)
+                _take(event, at_s, sample, hear)
     if sample.error is None and not done:
         sample.error = "the stream ended before [DONE]"
     elif sample.error is None and sample.first_s is None:
@@ -179,16 +181,18 @@ def _data(lines: list[bytes]) -> Iterator[bytes]:
     return (line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA))
 
 
-def _take(event: dict[str, Any], at_s: float, sample: Sample) -> None:
+def _take(event: dict[str, Any], at_s: float, sample: Sample, hear: Hear | None) -> None:
     if not sample.request_id:
         sample.request_id = str(event.get("id", ""))
     if (usage := event.get("usage")) is not None:
         sample.tokens = usage["completion_tokens"]
     for choice in event.get("choices", ()):
-        if choice.get("text") or choice.get("delta", {}).get("content"):
+        if text := choice.get("text") or choice.get("delta", {}).get("content"):
             sample.last_s = at_s
             if sample.first_s is None:
                 sample.first_s = at_s
+            if hear is not None:
+                hear(at_s, text)
 
 
 async def closed_loop(client: Client, concurrency: int, calls: int, body: Callable[[int], bytes]) -> Result:
