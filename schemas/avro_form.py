@@ -14,6 +14,8 @@ from schemas.errors import InvalidField
 
 NAMESPACE = "headrace"
 INT64 = range(-(1 << 63), 1 << 63)
+NAME_CHARS_SHOWN = 64
+"""So many characters of a name that a writer made up are quoted."""
 _PRIMITIVES = {str: "string", int: "long", float: "double", bool: "boolean", bytes: "bytes"}
 Convert = Callable[[Any], Any]
 Check = Callable[[Any, str], Any]
@@ -163,10 +165,8 @@ def checker(cls: type[Any]) -> Check:
             if not isinstance(value, Mapping):
                 raise InvalidField(f"{path or 'the record'} must be a JSON object", param=path or None)
             if unknown := sorted(set(value) - set(parts)):
-                raise InvalidField(
-                    f"{cls.__name__} has no field {_join(path, unknown[0])}; it has {', '.join(parts)}",
-                    param=_join(path, unknown[0]),
-                )
+                name = _join(path, _quoted(unknown[0]))
+                raise InvalidField(f"{cls.__name__} has no field {name}; it has {', '.join(parts)}", param=name)
             given = {}
             for name, (convert, required) in parts.items():
                 if name in value:
@@ -181,6 +181,11 @@ def checker(cls: type[Any]) -> Check:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _quoted(name: str) -> str:
+    """A name that a writer made up, fit to be told in an event: short, and text all through."""
+    return name[:NAME_CHARS_SHOWN].encode("utf-8", "backslashreplace").decode()
 
 
 def _required(f: dataclasses.Field[Any]) -> bool:
@@ -208,7 +213,7 @@ def _checker(annotation: Any) -> Check:
         def check_map(value: Any, path: str) -> Any:
             if not isinstance(value, Mapping):
                 raise InvalidField(f"{path} must be a JSON object", param=path)
-            return {_check_text(key, path): value_check(item, f"{path}.{key}") for key, item in value.items()}
+            return {_check_text(key, path): value_check(item, f"{path}.{_quoted(key)}") for key, item in value.items()}
 
         return check_map
     return checker(annotation)

@@ -24,7 +24,16 @@ from schemas.codec import (
     published,
 )
 from schemas.errors import HeadraceError, InvalidField, Undecodable, UnknownSchema
-from schemas.events import EVENT_TYPES, Attempt, Event, InferenceRequested, Message, SchemaPublished, TokensGenerated
+from schemas.events import (
+    EVENT_TYPES,
+    Attempt,
+    Event,
+    InferenceRejected,
+    InferenceRequested,
+    Message,
+    SchemaPublished,
+    TokensGenerated,
+)
 
 st.register_type_strategy(int, st.integers(-(1 << 63), (1 << 63) - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
@@ -98,7 +107,15 @@ def test_older_and_newer_writers_are_read_once_their_schema_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "schema", ["", "[]", "{}", '{"type":"record","name":"InferenceRequested","fields":[]}', '{"name": "Nobody"}']
+    "schema",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"type":"record","name":"InferenceRequested","fields":[]}',
+        '{"name": "Nobody"}',
+    ],
 )
 def test_a_published_schema_that_is_none_is_refused(schema: str) -> None:
     with pytest.raises(Undecodable):
@@ -147,6 +164,19 @@ def test_json_errors_name_the_field(text: str, param: str) -> None:
         decode_json(text.encode())
     assert caught.value.param == param
     assert param.split("[", maxsplit=1)[0] in caught.value.message
+
+
+@pytest.mark.parametrize("name", ["\ud800", "x" * 100_000, "é🙂"])
+@pytest.mark.parametrize("place", ["{%s: 1}", '{"sampling": {%s: 1}}', '{"sampling": {"logit_bias": {%s: null}}}'])
+def test_a_name_that_a_writer_made_up_can_be_told_in_an_event(name: str, place: str) -> None:
+    """Else nobody would hear of the fault: the refusal that names it couldn't be written."""
+    request = {"type": "InferenceRequested", "request_id": "i", "model": "m"}
+    record = {**request, **json.loads(place % json.dumps(name))}
+    with pytest.raises(InvalidField) as caught:
+        decode_json(json.dumps(record).encode())
+    fault = caught.value
+    assert len(fault.message) < 1_000
+    encode(InferenceRejected("i", "t", "m", "interactive", fault.reason.value, fault.message, fault.param))
 
 
 @pytest.mark.parametrize(
