@@ -162,15 +162,20 @@ class Admission:
         ]
         try:
             work, _ = await deliver(self._producer, records, trace)
-        except RecordTooLarge as error:
-            return Refusal(error.reason, error.message)
-        except NoSuchPartition as error:
-            return Refusal(Reason.UNAVAILABLE, error.message, "model")
+        except HeadraceError as error:
+            self._world.withdrawn(topic, partition)
+            if isinstance(error, RecordTooLarge):
+                return Refusal(error.reason, error.message)
+            if isinstance(error, NoSuchPartition):
+                return Refusal(Reason.UNAVAILABLE, error.message, "model")
+            raise
         self._world.confirmed(topic, partition, work.offset)
         return None
 
     async def _reject(self, rejected: InferenceRejected, grant: Grant, trace: Headers) -> None:
-        metrics.REQUESTS.labels(rejected.model, "", rejected.tier, rejected.reason).inc()
+        # A name that a caller made up is no label: their number has no limit.
+        model = rejected.model if self._world.stable(rejected.model) is not None else ""
+        metrics.REQUESTS.labels(model, "", rejected.tier, rejected.reason).inc()
         records = [reply_to(grant.reply, rejected, rejected.request_id), Outgoing(LIFECYCLE, rejected, rejected.tenant)]
         await deliver(self._producer, records, trace)
 

@@ -144,6 +144,10 @@ class LiveWorld:
             )
         self._ends[place] += 1
 
+    def withdrawn(self, topic: str, partition: int) -> None:
+        """A record that was `placed` was not written after all: it is nobody's backlog."""
+        self._ends[topic, partition] -= 1
+
     def confirmed(self, topic: str, partition: int, offset: int) -> None:
         """The broker told a record's offset, and with it how much others have written."""
         place = topic, partition

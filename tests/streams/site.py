@@ -228,10 +228,11 @@ class Agent:
             **env,
         }
         self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
         self.log = folder / f"{name}.log"
 
     def start(self) -> None:
-        port = free_port()
+        port = self._port = free_port()
         self._folder.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -243,6 +244,11 @@ class Agent:
             assert self._process.poll() is None, self.log.read_text()
             assert time.monotonic() < limit, self.log.read_text()
             time.sleep(0.05)
+
+    def metrics(self) -> str:
+        """What it counts, as Prometheus reads it."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics", timeout=5) as answer:
+            return str(answer.read().decode())
 
     def kill(self) -> None:
         assert self._process is not None

@@ -117,6 +117,17 @@ async def test_a_refusal_reaches_the_caller_and_the_record(
     assert not await site.all(site.work, InferenceScheduled, lambda event: event.request_id == rid)
 
 
+async def test_a_model_that_a_caller_made_up_is_no_label(site: Site, admission: Agent) -> None:
+    refused = await site.ask(sampling=Sampling(temperature=9.0))
+    made_up = await site.ask(model=f"made-up-{site.model}")
+    for rid in (refused, made_up):
+        await site.of(LIFECYCLE, InferenceRejected, rid)
+    shown = await asyncio.to_thread(admission.metrics)
+    assert f'model="{site.model}",outcome="invalid_request"' in shown
+    assert 'model="",outcome="model_not_found"' in shown
+    assert f"made-up-{site.model}" not in shown
+
+
 async def test_a_grant_that_is_void(site: Site) -> None:
     for void, reason in (
         (site.grant(valid_ms=-60_000), "grant_expired"),
@@ -180,10 +191,13 @@ async def test_a_json_request_with_a_fault_is_told_to_its_writer_alone(site: Sit
     )
 
 
-async def test_an_unpaired_surrogate_is_refused(site: Site) -> None:
+@pytest.mark.parametrize(
+    ("fields", "param"), [(rb'"prompt":"\ud800"', "prompt"), (rb'"prompt":"x","\ud800":1', r"\ud800")]
+)
+async def test_an_unpaired_surrogate_is_refused(site: Site, fields: bytes, param: str) -> None:
     rid = new_id()
-    await site.send(b'{"type":"InferenceRequested","request_id":"%s","model":"m","prompt":"\\ud800"}' % rid.encode())
-    assert (await site.of(TOKENS, InferenceRejected, rid)).param == "prompt"
+    await site.send(b'{"type":"InferenceRequested","request_id":"%s","model":"m",%s}' % (rid.encode(), fields))
+    assert (await site.of(TOKENS, InferenceRejected, rid)).param == param
 
 
 @pytest.mark.parametrize("key", [None, "somebody else"])
