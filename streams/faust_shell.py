@@ -195,18 +195,19 @@ class FaustShell:
     async def _take(self, stream: Any) -> None:
         """Take events as they come. Those that came together start together, so that what they write travels together."""
         waiting = stream.channel.queue
-        came: list[Any] = []
+        came: list[tuple[Any, Callable[[], None]]] = []
         async for event in stream.noack().events():
             if self._stopping:
                 return
-            came.append(event)
+            # At once: whatever waits for a slot when its partition is taken away must not be acked either.
+            done = self._acks.take((event.message.topic, event.message.partition), event.ack)
+            came.append((event.message, done))
             if waiting.empty() or len(came) == TOGETHER_MAX:
                 for each in came:
-                    await self._begin(each)
+                    await self._begin(*each)
                 came = []
 
-    async def _begin(self, event: Any) -> None:
-        message = event.message
+    async def _begin(self, message: Any, done: Callable[[], None]) -> None:
         record = Record(
             message.topic,
             message.partition,
@@ -217,7 +218,6 @@ class FaustShell:
             tuple(dict(message.headers or ()).items()),
         )
         await self._slots.acquire()
-        done = self._acks.take((record.topic, record.partition), event.ack)
         task = asyncio.ensure_future(self._run(record, done))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -49,6 +52,48 @@ def test_partitions_do_not_wait_for_each_other_and_lost_ones_ack_nothing() -> No
     late()
     again()
     assert acked == ["c", "a again"]
+
+
+class Stream:
+    """What Faust hands to an agent: events that came together."""
+
+    def __init__(self, offsets: range, acked: list[int]) -> None:
+        self.channel = SimpleNamespace(queue=self)
+        self._left = deque(offsets)
+        self._acked = acked
+
+    def empty(self) -> bool:
+        return not self._left
+
+    def noack(self) -> Stream:
+        return self
+
+    async def events(self) -> AsyncIterator[Any]:
+        while self._left:
+            offset = self._left.popleft()
+            fields = {"topic": "t", "partition": 0, "offset": offset, "timestamp": 0.0}
+            message = SimpleNamespace(**fields, key=None, value=b"", headers=None)
+            yield SimpleNamespace(message=message, ack=lambda offset=offset: self._acked.append(offset))
+
+
+async def test_what_waits_for_a_slot_when_its_partition_goes_is_not_acked(tmp_path: Path) -> None:
+    """It is delivered again, behind records that aren't done: its ack would commit past them."""
+    gate, acked = asyncio.Event(), list[int]()
+
+    async def handle(_record: Record) -> None:
+        await gate.wait()
+
+    shell = FaustShell(AdmissionSettings(data_dir=tmp_path), "t", "t", handle, open_max=1)
+    taking = asyncio.create_task(shell._take(Stream(range(3), acked)))
+    await asyncio.sleep(0.01)
+    await shell._on_revoked(None, [SimpleNamespace(topic="t", partition=0)])
+    gate.set()
+    await taking
+    await asyncio.gather(*shell._tasks)
+    assert acked == []
+    await shell._take(Stream(range(3, 5), acked))
+    await asyncio.gather(*shell._tasks)
+    assert acked == [3, 4]
 
 
 @pytest.mark.kafka
