@@ -129,9 +129,15 @@ class HfTokenizer:
         template of the directory `path`. Raises HeadraceError (internal_error) when it holds no usable tokenizer.
         """
         try:
-            tokenizer = FastTokenizer.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # the library raises bare Exception for a missing or broken file
-            raise HeadraceError(Reason.INTERNAL_ERROR, f"{path} holds no usable tokenizer.json: {error}") from error
+            return cls._read(path)
+        except HeadraceError:
+            raise
+        except Exception as error:  # the library raises bare Exception, and a file may hold anything
+            raise HeadraceError(Reason.INTERNAL_ERROR, f"{path} holds no usable tokenizer: {error}") from error
+
+    @classmethod
+    def _read(cls, path: Path) -> HfTokenizer:
+        tokenizer = FastTokenizer.from_file(str(path / "tokenizer.json"))
         config = _read_json(path / "tokenizer_config.json")
         special_tokens = _special_tokens({**_read_json(path / "special_tokens_map.json"), **config})
         return cls(

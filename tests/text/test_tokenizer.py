@@ -156,6 +156,24 @@ class TestDirectories:
         with pytest.raises(HeadraceError, match="tokenizer_config"):
             HfTokenizer.from_dir(tmp_path)
 
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("chat_template.jinja", b"\xff"),
+            ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+            ("tokenizer_config.json", b'{"chat_template": ["x"]}'),
+        ],
+    )
+    def test_whatever_its_files_hold_the_error_is_headraces_own(
+        self, tmp_path: Path, name: str, content: bytes
+    ) -> None:
+        """Admission lets the model's requests fail by it, and goes on with other models."""
+        self.make(tmp_path)
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(HeadraceError, match="no usable") as caught:
+            HfTokenizer.from_dir(tmp_path)
+        assert caught.value.reason is Reason.INTERNAL_ERROR
+
     def test_a_decoder_that_is_not_served_is_named(self, tmp_path: Path) -> None:
         tokenizer = FastTokenizer(models.BPE({"a": 0}, []))
         with pytest.raises(HeadraceError, match="no decoder"):
