@@ -54,7 +54,7 @@ class StreamState:
 
     @property
     def untouched(self) -> bool:
-        """Neither started nor with any token: what a timer may still end."""
+        """Neither started nor with any token: what may still be ended for not having begun in time."""
         return not self.started and not any(self.accepted)
 
 
@@ -132,17 +132,17 @@ def _tokens(state: StreamState, event: TokensGenerated) -> tuple[StreamState, bo
 
 
 def _completed(state: StreamState, event: InferenceCompleted) -> tuple[StreamState, bool]:
-    """Closes if the attempt is current and started. A total that isn't the accepted count closes it as failed."""
+    """Closes if the attempt is current and started. A total that isn't its choice's accepted count closes it as failed."""
     if not state.started or event.attempt != state.attempt:
         return state, False
-    totals = tuple(end.total for end in sorted(event.choices, key=lambda end: end.choice))
-    if totals != state.accepted:
-        return replace(state, closed=_inconsistent(totals, state.accepted)), True
+    ends = sorted((end.choice, end.total) for end in event.choices)
+    if ends != list(enumerate(state.accepted)):
+        return replace(state, closed=_inconsistent(tuple(total for _, total in ends), state.accepted)), True
     return replace(state, closed=Closed(COMPLETED)), True
 
 
 def _failed(state: StreamState, event: InferenceFailed) -> tuple[StreamState, bool]:
-    """A worker's failure closes if its attempt is current and started; a timer's, what is untouched; a cancel or hard limit always."""
+    """An attempt's failure closes if it is current and started; one that is `if_not_started`, what is untouched; a cancel always."""
     if event.attempt is not None:
         if not state.started or event.attempt != state.attempt:
             return state, False

@@ -189,7 +189,7 @@ class InferenceCompleted:
 
 @dataclass(frozen=True, slots=True)
 class InferenceFailed:
-    """The answer will not become whole. `attempt` and `totals` are set by a worker; a timer sets `if_not_started`; a cancel neither.
+    """The answer will not become whole. The `attempt` that failed tells its `totals`; `if_not_started` ends what nobody began; a cancel sets neither.
 
     On `lifecycle`, as folded, `totals` and `usage` tell what the caller got and pays for.
     """

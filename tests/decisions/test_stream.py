@@ -139,6 +139,15 @@ def test_a_wrong_total_closes_as_failed() -> None:
         assert state.closed is not None and state.closed.reason == "inconsistent_stream"
 
 
+def test_totals_of_other_choices_close_as_failed() -> None:
+    """Readers keep a place for each choice that started, and for no other."""
+    right = completed(A, 1, 1)
+    for choices in ((0, 2), (0, 0), (-1, 0)):
+        ends = tuple(ChoiceEnd(choice, 1, "stop") for choice in choices)
+        state, _ = run(started(A, (0, 0)), tokens(A, 0, 1), tokens(A, 0, 1, choice=1), replace(right, choices=ends))
+        assert state.closed is not None and state.closed.reason == "inconsistent_stream"
+
+
 def test_a_timer_ends_only_what_nobody_has_touched() -> None:
     assert run(TIMER)[1] == [True]
     assert run(taken_over(A), TIMER)[1] == [True, True]
