@@ -8,7 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from io import BufferedWriter
+from io import FileIO
 from pathlib import Path
 
 LOG_MAX_BYTES = 32 * 1024 * 1024
@@ -31,36 +31,45 @@ class ChildLog:
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._name = name
         self._on_line = on_line
+        self._file: FileIO | None = None
 
     async def follow(self, reader: asyncio.StreamReader, pid: int) -> None:
         """Copies what the child prints until it closes its output."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         prefix = f"{self._name} {pid} | ".encode()
         rest = b""
-        file = self.path.open("ab")
         try:
             while chunk := await reader.read(READ_BYTES):
                 lines, rest = _split(rest + chunk)
-                file = self._write(file, prefix, lines)
+                self._take(prefix, lines)
             if rest:
-                file = self._write(file, prefix, [rest])
+                self._take(prefix, [rest])
         finally:
-            file.close()
+            self._close()
 
-    def _write(self, file: BufferedWriter, prefix: bytes, lines: list[bytes]) -> BufferedWriter:
-        if file.tell() > LOG_MAX_BYTES:
-            file.close()
-            self.path.replace(self.path.with_suffix(self.path.suffix + ".1"))
-            file = self.path.open("ab")
-        file.write(b"".join(prefix + line + b"\n" for line in lines))
-        file.flush()
+    def _take(self, prefix: bytes, lines: list[bytes]) -> None:
+        # Lines that a full disk doesn't take are lost: a child whose output nobody reads would soon hang in writing it.
+        with contextlib.suppress(OSError):
+            self._write(b"".join(prefix + line + b"\n" for line in lines))
         for line in lines:
             text = line.decode("utf-8", "replace")
             self.tail.append(text)
             if self._on_line is not None:
                 with contextlib.suppress(Exception):  # A console that fails must not stop the child's output.
                     self._on_line(self._name, text)
-        return file
+
+    def _write(self, data: bytes) -> None:
+        if self._file is not None and self._file.tell() > LOG_MAX_BYTES:
+            self._close()
+            self.path.replace(self.path.with_suffix(self.path.suffix + ".1"))
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+        self._file.write(data)
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -360,7 +360,10 @@ class Supervisor:
             for name, child in self._children.items()
             if child.state is ChildState.RUNNING and child.process is not None
         ]
-        self._up_file.write([*self._adopted.values(), *running])
+        try:
+            self._up_file.write([*self._adopted.values(), *running])
+        except OSError as error:  # a full disk must not end the watch over the children
+            log.warning("can't write down what runs", error=str(error))
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

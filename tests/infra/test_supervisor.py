@@ -291,6 +291,24 @@ async def test_a_log_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert child_log.tail[-1] == "y" * 5
 
 
+async def test_output_is_read_to_its_end_though_the_disk_is_full() -> None:
+    reader = asyncio.StreamReader()
+    for number in range(1000):
+        reader.feed_data(b"x" * 200 + f" {number}\n".encode())
+    reader.feed_eof()
+    child_log = ChildLog(Path("/dev/full"), "w")
+    await child_log.follow(reader, 7)
+    assert child_log.tail[-1].endswith(" 999")
+
+
+async def test_a_child_is_restarted_though_the_state_file_cannot_be_written(
+    running: Supervisor, tmp_path: Path
+) -> None:
+    await running.start(python("worker", "import sys; sys.exit(3)"))
+    (tmp_path / "up.json.new").mkdir()  # where the next state is written first
+    await until(lambda: status(running, "worker").restarts >= 2, "its restarts")
+
+
 # --- one run a data directory ---
 
 
