@@ -242,7 +242,9 @@ class EventProducer:
             if not outer.done():
                 outer.set_result(inner.result())
             return
-        self._fail(outer, f"the broker did not take a record: {error!r}")
+        message = f"the broker did not take a record: {error!r}"
+        too_large = isinstance(error, MessageSizeTooLargeError)  # by a limit of its own: it won't take it later either
+        self._fail(outer, RecordTooLarge(message) if too_large else NotDelivered(message))
         if producer is self._producer and not self._closed:
             # Its sequence number was used up, so the broker would refuse all that follows.
             self._log.warning("producer is replaced", error=repr(error), outstanding=len(self._outstanding))
@@ -250,15 +252,15 @@ class EventProducer:
             self._fail_outstanding("the producer was replaced after another record failed")
             self._begin_rebuilding()
 
-    def _fail(self, outer: asyncio.Future[RecordMetadata], message: str) -> None:
+    def _fail(self, outer: asyncio.Future[RecordMetadata], error: HeadraceError) -> None:
         if not outer.done():
-            outer.set_exception(NotDelivered(message))
+            outer.set_exception(error)
             outer.exception()  # marks it as seen, for callers that don't await it
 
     def _fail_outstanding(self, message: str) -> None:
         failed, self._outstanding = self._outstanding, set()
         for outer in failed:
-            self._fail(outer, message)
+            self._fail(outer, NotDelivered(message))
 
     async def _connect(self) -> AIOKafkaProducer:
         producer = make_producer(self._settings, request_timeout_ms=REQUEST_TIMEOUT_MS)
@@ -327,6 +329,7 @@ class EventDecoder:
         self._settings = settings
         self._positions: Positions = {}
         self._unknown: OrderedDict[str, float] = OrderedDict()  # fingerprint: when to look again, in loop time
+        self._read_since_s = 0.0  # when the last reading of the topic began, in loop time
         self._lock = asyncio.Lock()
 
     async def decode(self, value: bytes | None) -> Event:
@@ -342,16 +345,23 @@ class EventDecoder:
     async def _look_up(self, fingerprint: str) -> None:
         """Learn what is new in the topic; a fingerprint that isn't there is not looked for again for a while."""
         loop = asyncio.get_running_loop()
+        asked_s = loop.time()
         async with self._lock:
             if self.codec.knows(fingerprint) or loop.time() < self._unknown.get(fingerprint, 0.0):
                 return
-            async for record in read_to_end(self._settings, SCHEMAS, self._positions):
-                with contextlib.suppress(Undecodable):
-                    event = self.codec.decode(record.value)
-                    if isinstance(event, SchemaPublished):
-                        self.codec.learn(event)
+            if self._read_since_s < asked_s:  # else one reading served all who came before it
+                began_s = loop.time()
+                await self._learn_new()
+                self._read_since_s = began_s
             if not self.codec.knows(fingerprint):
                 self._unknown[fingerprint] = loop.time() + UNKNOWN_RECHECK_S
                 self._unknown.move_to_end(fingerprint)
                 while len(self._unknown) > UNKNOWN_SCHEMAS_MAX:
                     self._unknown.popitem(last=False)
+
+    async def _learn_new(self) -> None:
+        async for record in read_to_end(self._settings, SCHEMAS, self._positions):
+            with contextlib.suppress(Undecodable):
+                event = self.codec.decode(record.value)
+                if isinstance(event, SchemaPublished):
+                    self.codec.learn(event)

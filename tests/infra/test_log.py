@@ -17,7 +17,7 @@ from infra.log import EventDecoder, EventProducer, NoSuchPartition, NotDelivered
 from infra.read import read_to_end
 from infra.settings import KafkaSettings
 from infra.topics import ensure
-from schemas.codec import Codec, decode_json, encode, encode_json, fingerprint, own_schemas
+from schemas.codec import MARKER, Codec, decode_json, encode, encode_json, fingerprint, own_schemas
 from schemas.errors import HeadraceError, Undecodable, UnknownSchema
 from schemas.events import EVENT_TYPES, InferenceCancelled, SchemaPublished
 from schemas.topics import RECORD_MAX_BYTES, SCHEMAS, TopicSpec
@@ -115,6 +115,19 @@ async def test_the_largest_record_passes_and_one_byte_more_does_not(producer: Ev
         await producer.send_raw(topic, b"x" * (size + 1), None, 0)
     assert not caught.value.retriable
     assert (await (await producer.send_raw(topic, b"next", None, 0))).offset == 1
+
+
+async def test_a_record_that_only_the_broker_finds_too_large_is_not_sent_again(
+    kafka: KafkaSettings, producer: EventProducer
+):
+    """Another cluster's limit may be lower. Trying again would fail for ever."""
+    topic = f"narrow-{uuid.uuid4().hex[:8]}"
+    await ensure(kafka, [TopicSpec(topic, 1, "id", config={"max.message.bytes": "10000"})])
+    future = await producer.send_raw(topic, b"x" * 20_000, None, 0)
+    with pytest.raises(RecordTooLarge) as caught:
+        await future
+    assert not caught.value.retriable
+    assert (await (await producer.send_raw(topic, b"next", None, 0))).offset == 0
 
 
 async def test_a_broken_producer_fails_what_was_on_its_way_and_is_replaced(
@@ -253,6 +266,22 @@ async def test_an_unknown_schema_is_looked_for_again_after_a_while(
         await decoder.decode(value)
     decoder._unknown[mark] = 0.0
     assert await decoder.decode(value) == InferenceCancelled("r", "t")
+
+
+async def test_one_reading_of_the_schemas_serves_all_who_wait(kafka: KafkaSettings, monkeypatch):
+    """Junk with a hundred made-up fingerprints must not cost a hundred readings, one after the other."""
+    readings = []
+
+    def counted(*args: Any) -> Any:
+        readings.append(args)
+        return read_to_end(*args)
+
+    monkeypatch.setattr(log_module, "read_to_end", counted)
+    decoder = EventDecoder(kafka)
+    junk = [MARKER + number.to_bytes(8, "big") for number in range(100)]
+    found = await asyncio.gather(*(decoder.decode(value) for value in junk), return_exceptions=True)
+    assert all(isinstance(error, UnknownSchema) for error in found)
+    assert len(readings) <= 2
 
 
 @pytest.mark.parametrize(
