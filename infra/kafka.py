@@ -24,7 +24,6 @@ from schemas.topics import RECORD_MAX_BYTES
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024  # a partition's share of one fetch
 METADATA_AGE_MS = 30_000
-PATTERN_METADATA_AGE_MS = 2_000  # a topic that matches a pattern is found this soon
 SESSION_TIMEOUT_MS = 10_000
 HEARTBEAT_INTERVAL_MS = 2_000
 SIGN_IN_WAIT_MS = 5_000
@@ -121,26 +120,19 @@ def make_producer(settings: KafkaSettings, **overrides: Any) -> AIOKafkaProducer
 
 
 def make_consumer(
-    settings: KafkaSettings, *topics: str, group: str | None = None, pattern: str | None = None, **overrides: Any
+    settings: KafkaSettings, *topics: str, group: str | None = None, **overrides: Any
 ) -> AIOKafkaConsumer:
-    """A consumer from the earliest offset that commits only when told.
-
-    Topics must exist: aiokafka asks for a missing one without end. `pattern` (a regular expression) subscribes to
-    topics as they come; a new one is seen within `PATTERN_METADATA_AGE_MS`.
-    """
+    """A consumer from the earliest offset that commits only when told. Topics must exist: aiokafka asks for a missing one without end."""
     arguments = connection(settings) | {
         "group_id": group,
         "enable_auto_commit": False,
         "auto_offset_reset": "earliest",
         "max_partition_fetch_bytes": FETCH_BYTES_MAX,
-        "metadata_max_age_ms": METADATA_AGE_MS if pattern is None else PATTERN_METADATA_AGE_MS,
+        "metadata_max_age_ms": METADATA_AGE_MS,
         "session_timeout_ms": SESSION_TIMEOUT_MS,
         "heartbeat_interval_ms": HEARTBEAT_INTERVAL_MS,
     }
-    consumer = AIOKafkaConsumer(*topics, **(arguments | overrides))
-    if pattern is not None:
-        consumer.subscribe(pattern=pattern)
-    return consumer
+    return AIOKafkaConsumer(*topics, **(arguments | overrides))
 
 
 def make_admin(settings: KafkaSettings, **overrides: Any) -> AIOKafkaAdminClient:

@@ -224,10 +224,8 @@ class AdmissionSettings(ProcessSettings):
     grant_secret: bytes = field(default=b"", repr=False)
     tokenise_threads: int = 2
     inline_bytes_max: int = INLINE_MAX_BYTES
-    deadline_default_ms: int = 60_000
     worker_stale_ms: int = 10_000  # a worker that has not reported for so long takes no new work
     session_timeout_ms: int = 10_000
-    instance: str = field(default_factory=_process_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,10 +236,8 @@ class EndingsSettings(ProcessSettings):
     commit_interval_ms: int = 500
     open_requests_max: int = 100_000
     remember_ms: int = 2 * HOUR_MS  # closed requests are remembered this long, as long as `tokens` keeps them
-    hard_limit_ms: int = 2 * HOUR_MS
-    inline_bytes_max: int = INLINE_MAX_BYTES
+    hard_limit_ms: int = 2 * HOUR_MS  # a request that is open for so long is forgotten, without an ending
     session_timeout_ms: int = 10_000
-    instance: str = field(default_factory=_process_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

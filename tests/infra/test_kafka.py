@@ -43,7 +43,8 @@ def test_a_file_that_is_missing_or_holds_junk_is_named(tmp_path: Path):
 async def test_a_pattern_finds_topics_that_come_later(kafka: KafkaSettings):
     prefix = f"pattern-{uuid.uuid4().hex[:8]}"
     await ensure(kafka, [TopicSpec(f"{prefix}.one", 1, "id")])
-    consumer = make_consumer(kafka, group=prefix, pattern=rf"^{prefix}\..+$")
+    consumer = make_consumer(kafka, group=prefix, metadata_max_age_ms=1_000)
+    consumer.subscribe(pattern=rf"^{prefix}\..+$")
     producer = make_producer(kafka)
     await consumer.start()
     await producer.start()
