@@ -110,11 +110,11 @@ class OpsServer:
 
     async def start(self) -> None:
         """Listens. Raises PortInUse, which names the process that holds the port."""
+        listener = ports.bind(self.port, self._host, "metrics and health") if self.port else None
         self._beat_s = time.monotonic()
         self._tasks.append(asyncio.create_task(self._heartbeat(), name="heartbeat"))
-        if self.port == 0:
+        if listener is None:
             return
-        listener = ports.bind(self.port, self._host, "metrics and health")
         routes = [
             Route("/metrics", self._get_metrics),
             Route("/livez", self._get_livez),
