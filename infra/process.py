@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +19,8 @@ from schemas.errors import HeadraceError
 STOP_GRACE_S = 25.0
 """How long a process may take to stop after the first signal; then it is cancelled, and exits 1."""
 CANCEL_GRACE_S = 3.0
+LEAVE_GRACE_S = 5.0
+"""How long tasks and threads that are left over may take to end with the event loop; then the process ends without them."""
 
 GC_THRESHOLDS = (50_000, 20, 50)
 """Records and their futures come and go by thousands a second and hold no cycles: looking for those at Python's own pace costs a tenth
@@ -36,17 +39,30 @@ def run(main: Main, process: str, level: str | None = None) -> None:
     log = structlog.get_logger(process)
     gc.freeze()  # what was imported stays
     gc.set_threshold(*GC_THRESHOLDS)
+    leaving = threading.Timer(LEAVE_GRACE_S, _leave, (log,))
+    leaving.daemon = True
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status = _status(runner, main, log)
+        leaving.start()
+    leaving.cancel()
+    if status:
+        raise SystemExit(status)
+
+
+def _status(runner: asyncio.Runner, main: Main, log: Any) -> int:
+    """Runs `main`, says how it ended, and returns the exit status."""
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            stopped_in_time = runner.run(_supervised(main, log))
+        return 0 if runner.run(_supervised(main, log)) else 1
     except HeadraceError as error:
         log.error("stopped by an error", reason=error.reason.value, message=error.message)
-        raise SystemExit(1) from None
     except Exception:
         log.exception("crashed")
-        raise SystemExit(1) from None
-    if not stopped_in_time:
-        raise SystemExit(1)
+    return 1
+
+
+def _leave(log: Any) -> None:
+    log.error("tasks or threads are left over that don't end; leaving them", grace_s=LEAVE_GRACE_S)
+    os._exit(1)
 
 
 async def _supervised(main: Main, log: Any) -> bool:

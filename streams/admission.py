@@ -292,8 +292,8 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
         warm = [asyncio.ensure_future(_warm(tokenizers, version)) for version in world.models.all()]
         await asyncio.gather(*warm)
         await world.counts.learn(topic)
-        await shell.start()
         cleanup.push_async_callback(shell.stop)
+        await shell.start()
         log.info("admission runs", tier=settings.tier)
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         await asyncio.wait([stopping, shell.failed], return_when=asyncio.FIRST_COMPLETED)

@@ -237,7 +237,8 @@ class FaustShell:
     async def _on_revoked(self, _app: object, revoked: Iterable[Any], **_: object) -> None:
         gone = {(tp.topic, tp.partition) for tp in revoked}
         self._acks.drop(gone)
-        self._assigned = (self._assigned or set()) - gone
+        if self._assigned is not None:  # Faust also says so before the first assignment
+            self._assigned -= gone
 
     async def _on_assigned(self, _app: object, assigned: Iterable[Any], **_: object) -> None:
         self._assigned = {(tp.topic, tp.partition) for tp in assigned if tp.topic == self._topic}
