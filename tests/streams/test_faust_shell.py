@@ -76,6 +76,16 @@ class Stream:
             yield SimpleNamespace(message=message, ack=lambda offset=offset: self._acked.append(offset))
 
 
+async def test_it_is_not_ready_before_it_was_assigned_though_faust_revokes_first(tmp_path: Path) -> None:
+    async def handle(_record: Record) -> None: ...
+
+    shell = FaustShell(AdmissionSettings(data_dir=tmp_path), "t", "t", handle, open_max=1)
+    await shell._on_revoked(None, [])
+    assert shell.not_ready
+    await shell._on_assigned(None, [])
+    assert shell.not_ready is None
+
+
 async def test_what_waits_for_a_slot_when_its_partition_goes_is_not_acked(tmp_path: Path) -> None:
     """It is delivered again, behind records that aren't done: its ack would commit past them."""
     gate, acked = asyncio.Event(), list[int]()
