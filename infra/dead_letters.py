@@ -40,7 +40,7 @@ async def dead_letter(producer: EventProducer, record: Any, reason: str, message
         await producer.send_and_wait(DEAD_LETTERS, event, key=event.topic)
     except RecordTooLarge:
         await producer.send_and_wait(DEAD_LETTERS, _cut(event), key=event.topic)
-    metrics.DEAD_LETTERS.labels(record.topic, reason).inc()
+    metrics.DEAD_LETTERS.labels(metrics.topic_label(record.topic), reason).inc()
 
 
 def _headers(headers: Any) -> dict[str, bytes]:

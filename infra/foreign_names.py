@@ -41,7 +41,7 @@ def _next(self: Any) -> Any:
         topic, partition = self._tp
         first = self.next_fetch_offset
         self.next_fetch_offset = max(first + 1, _end_of_batch(error.__traceback__))
-        metrics.DEAD_LETTERS.labels(topic, REASON).inc()
+        metrics.DEAD_LETTERS.labels(metrics.topic_label(topic), REASON).inc()
         _log.error(
             "records passed over: a header name is not UTF-8",
             topic=topic,

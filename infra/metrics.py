@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from schemas.topics import TOKENS as TOKENS_TOPIC
+
 _TRAFFIC = ("model", "version", "tier")
 
 _TTFT_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
@@ -87,3 +89,8 @@ OPEN_REQUESTS_DROPPED = Counter(
     "Requests that endings stopped following before they ended, by which limit: age, number.",
     ("limit",),
 )
+
+
+def topic_label(topic: str) -> str:
+    """A topic as a label: the tenants' own `tokens` topics are one with it."""
+    return TOKENS_TOPIC if topic.startswith(f"{TOKENS_TOPIC}.") else topic

@@ -153,7 +153,7 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
                 table = tables[partition]
                 if table is None or self._tables.get(partition) is not table:
                     break
-                metrics.RECORDS.labels(record.topic).inc()
+                metrics.RECORDS.labels(metrics.topic_label(record.topic)).inc()
                 self._fold(table, record, event, fault)
         self._bound()
 
@@ -192,19 +192,24 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
             self.writes.begin(dead_letter(self._producer, record, reason.value, message, PROCESS))
 
     def _bound(self) -> None:
+        """Let go of what is too old, and where all is too much, of the oldest in the partition that has the most."""
         now_ms = int(time.time() * 1000)
         tables = self._tables.values()
-        share = max(1, self._settings.open_requests_max // max(1, len(self._tables)))
         too_old = sum(table.drop_older_than(now_ms - self._settings.hard_limit_ms) for table in tables)
-        too_many = sum(table.drop_beyond(share, now_ms) for table in tables)
+        too_many = 0
+        while (excess := sum(len(table.open) for table in tables) - self._settings.open_requests_max) > 0:
+            fullest = max(tables, key=lambda table: len(table.open))
+            too_many += fullest.drop_beyond(max(0, len(fullest.open) - excess), now_ms)
         if too_old or too_many:
             metrics.OPEN_REQUESTS_DROPPED.labels("age").inc(too_old)
             metrics.OPEN_REQUESTS_DROPPED.labels("number").inc(too_many)
             log.error("open requests are dropped without an ending", too_old=too_old, too_many=too_many)
-        if sum(table.content_bytes for table in tables) > CONTENT_BYTES_TOTAL_MAX:
-            each = CONTENT_BYTES_TOTAL_MAX // max(1, len(self._tables))
-            dropped = sum(table.drop_contents(each) for table in tables)
-            log.error("answers are let go for want of memory", requests=dropped)
+        let_go = 0
+        while (excess := sum(table.content_bytes for table in tables) - CONTENT_BYTES_TOTAL_MAX) > 0:
+            fullest = max(tables, key=lambda table: table.content_bytes)
+            let_go += fullest.drop_contents(fullest.content_bytes - excess)
+        if let_go:
+            log.error("answers are let go for want of memory", requests=let_go)
 
     # --- offsets -----------------------------------------------------------------------------------------------------
 

@@ -232,6 +232,11 @@ async def test_metrics_are_served_under_their_promised_names() -> None:
         assert f"# TYPE headrace_{name} " in text
 
 
+def test_a_tenants_own_topic_is_no_label() -> None:
+    assert metrics.topic_label("tokens.acme") == metrics.topic_label("tokens") == "tokens"
+    assert metrics.topic_label("requests.batch") == "requests.batch"
+
+
 async def test_a_port_in_use_names_its_holder() -> None:
     port = ports.free_port()
     async with OpsServer(port, ready=lambda: None):
