@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
         """Whether decoding drops one space at the very beginning of a text (SentencePiece's dummy prefix)."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`. Raises HeadraceError (invalid_request) when it isn't valid Unicode."""
+        """Token ids of `text`. Raises HeadraceError (invalid_request) when it isn't valid Unicode, or has no tokens here."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that `token_id` adds to an answer; of a special token, its text; of an unknown id, none."""
@@ -150,7 +150,12 @@ class HfTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; special tokens written in `text` count as such."""
         valid_unicode(text)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises bare Exception, as for a character that no token stands for
+            raise HeadraceError(
+                Reason.INVALID_REQUEST, f"the model's tokenizer can't take this text: {error}"
+            ) from error
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -145,6 +145,15 @@ class TestDirectories:
             HfTokenizer.from_dir(save_tokenizer(tmp_path, tokenizer)).encode("aaaa", add_special_tokens=True) == [0] * 4
         )
 
+    def test_a_character_that_no_token_stands_for_is_the_callers_to_hear_of(self, tmp_path: Path) -> None:
+        tokenizer = FastTokenizer(models.Unigram([("a", 0.0)], None))
+        tokenizer.decoder = decoders.ByteLevel()
+        ours = HfTokenizer.from_dir(save_tokenizer(tmp_path, tokenizer))
+        assert ours.encode("a", add_special_tokens=True) == [0]
+        with pytest.raises(HeadraceError, match="unknown token") as caught:
+            ours.encode("ab", add_special_tokens=True)
+        assert caught.value.reason is Reason.INVALID_REQUEST
+
     def test_an_unusable_directory_is_named(self, tmp_path: Path) -> None:
         with pytest.raises(HeadraceError, match="no usable"):
             HfTokenizer.from_dir(tmp_path)
