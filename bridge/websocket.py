@@ -194,9 +194,10 @@ class Socket:
     ) -> None:
         try:
             call, rendering = await self._open(message, caller, arrived_s)
-        except HeadraceError as error:
-            refused(error.reason.value)
-            await self._end(request, {"type": "error", "id": request.id, **error_object(error)})
+        except Exception as error:
+            told = _told(error)
+            refused(told.reason.value)
+            await self._end(request, {"type": "error", "id": request.id, **error_object(told)})
             return
         observer = Observer(call, "websocket")
         try:
@@ -207,8 +208,8 @@ class Socket:
             await self._forward(request, call, rendering, observer)
         except SocketClosed:
             pass
-        except HeadraceError as error:
-            await self._end(request, {"type": "error", "id": request.id, **error_object(error)})
+        except Exception as error:
+            await self._end(request, {"type": "error", "id": request.id, **error_object(_told(error))})
         finally:
             self._free(request)
             observer.finish()
@@ -328,6 +329,14 @@ class Socket:
             abort(self._socket.scope)
         except (WebSocketDisconnect, RuntimeError, OSError):
             pass
+
+
+def _told(error: Exception) -> HeadraceError:
+    """What a caller hears of an error: of a bug, that there was one; it must not wait for ever."""
+    if isinstance(error, HeadraceError):
+        return error
+    _log.error("a socket's request crashed", exc_info=error)
+    return HeadraceError(Reason.INTERNAL_ERROR, Reason.INTERNAL_ERROR.text)
 
 
 def _parse(message: dict[str, Any]) -> ChatCall | CompletionCall:

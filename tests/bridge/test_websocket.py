@@ -11,6 +11,7 @@ import pytest
 import websockets
 
 from bridge.openai_answers import ChatChunk, ErrorAnswer
+from bridge.openai_chat import ChatCall
 from tests.bridge.conftest import KEY, MODEL, REVOKED, RunningBridge
 from tests.bridge.test_cancel import newest
 from tests.bridge.test_openai_chat import script
@@ -132,6 +133,26 @@ async def test_errors_belong_to_their_request(bridge: RunningBridge) -> None:
         assert (await caller.hear())["error"]["param"] == "stream"
         await caller.ask("a", messages=script(tokens=["fine"]))
         assert text_of((await caller.until_ended("a"))["a"]) == "fine"
+
+
+@pytest.mark.parametrize("step", ["__init__", "rendering"])
+async def test_a_crash_ends_its_request_and_no_other(
+    bridge: RunningBridge, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def crash(*_args: Any) -> None:
+        raise RuntimeError("a bug")
+
+    async with calling(bridge) as caller:
+        await caller.ask("a", endpoint="completions", prompt="hi", stream=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(ChatCall, step, crash)
+            await caller.ask("b", messages=script(tokens=["x"]))
+            heard = await caller.until_ended("a", "b")
+        assert heard["b"][-1]["error"]["code"] == "internal_error"
+        assert "a bug" not in heard["b"][-1]["error"]["message"]
+        assert heard["a"][-1]["type"] == "done"
+        await caller.ask("b", messages=script(tokens=["fine"]))
+        assert text_of((await caller.until_ended("b"))["b"]) == "fine"
 
 
 MALFORMED: list[tuple[Any, str | None]] = [
