@@ -119,9 +119,7 @@ class _Endpoints:
     async def list_models(self, request: Request) -> Response:
         """`GET /v1/models`."""
         self._door.auth.from_headers(request.headers)
-        stable = {entry.model for entry in self._door.models.all()}
-        found = [version for name in sorted(stable) if (version := self._door.models.resolve(name)) is not None]
-        return _json({"object": "list", "data": [_model_object(version) for version in found]})
+        return _json({"object": "list", "data": [_model_object(version) for version in self._door.models.all()]})
 
     async def get_model(self, request: Request) -> Response:
         """`GET /v1/models/{model}`."""

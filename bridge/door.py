@@ -32,7 +32,6 @@ CANCELS_MAX = 10_000
 
 _log = structlog.get_logger(__name__)
 _TOPIC = requests_topic(INTERACTIVE)
-Headers = Sequence[tuple[str, bytes]]
 
 
 @dataclass(eq=False)

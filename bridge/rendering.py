@@ -87,7 +87,8 @@ class Rendering(ABC):
             kept.tokens += delta.tokens
             kept.end = delta.end or kept.end
             if delta.logprobs is not None:
-                kept.logprobs = [*(kept.logprobs or ()), *delta.logprobs]
+                kept.logprobs = kept.logprobs or []
+                kept.logprobs.extend(delta.logprobs)
             self._chars += len(delta.text) + 100 * len(delta.logprobs or ())
         if self._chars > ANSWER_CHARS_MAX:
             raise HeadraceError(Reason.ANSWER_TOO_LARGE, Reason.ANSWER_TOO_LARGE.text)

@@ -40,7 +40,7 @@ READERS_MAX = 16
 OPEN_MAX_S = 30.0
 """How long the caller waits for its turn and for its place to be found."""
 LONGEST_MS = 2 * HOUR_MS
-"""How long a request may take at most: endings closes it then."""
+"""How long a request may take at most: endings forgets it then, and `tokens` its records."""
 FOLLOW_MIN_S = 60.0
 """A resumed stream is followed at least so long."""
 _log = structlog.get_logger(__name__)
