@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from schemas.events import InferenceRequested, Message, Sampling
 from schemas.ids import is_request_id
+from schemas.parts import STOP_CHARS_MAX, STOPS_MAX
 
 MODEL_CHARS_MAX = 100
 MESSAGES_MAX = 4_096
@@ -22,8 +23,6 @@ USER_CHARS_MAX = 512
 TIMEOUT_MS_MAX = 86_400_000
 CHOICES_MAX = 8
 LOGPROBS_MAX = 20
-STOPS_MAX = 16
-STOP_CHARS_MAX = 256
 STOP_TOKEN_IDS_MAX = 64
 LOGIT_BIAS_MAX = 300
 BIAS_MAX = 100.0

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+STOPS_MAX = 16
+"""Stop strings of one request."""
+STOP_CHARS_MAX = 256
+"""Characters of one stop string."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Attempt:

@@ -73,7 +73,7 @@ class Step(NamedTuple):
 class TextFold:
     """The rules of one answer; see the module. Immutable: the caller keeps its state, a `TextState` a choice.
 
-    Raises HeadraceError (invalid_request) for stop strings beyond `text.limits`, for `max_tokens` below 1, and for
+    Raises HeadraceError (invalid_request) for stop strings that `text.limits` refuses, for `max_tokens` below 1, and for
     `min_tokens` outside 0 to `max_tokens`.
     """
 

@@ -1,28 +1,26 @@
-"""Bounds on the stop strings of the text fold, and the check that refuses what passes them."""
+"""The check that refuses stop strings beyond the limits before the text fold builds its matcher of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from schemas.errors import HeadraceError
+from schemas.parts import STOP_CHARS_MAX, STOPS_MAX
 from schemas.reasons import Reason
-
-MAX_STOPS = 16
-MAX_STOP_CHARS = 256
 
 
 def check_stops(stops: Sequence[str], *, param: str = "sampling.stop") -> None:
-    """Raise HeadraceError (invalid_request) unless there are at most MAX_STOPS stop strings, none empty, none longer
-    than MAX_STOP_CHARS, none with an unpaired surrogate.
+    """Raise HeadraceError (invalid_request) unless there are at most STOPS_MAX stop strings, none empty, none longer
+    than STOP_CHARS_MAX, none with an unpaired surrogate.
     """
-    if len(stops) > MAX_STOPS:
-        raise _invalid(f"{len(stops)} stop strings are given; at most {MAX_STOPS} are served", param)
+    if len(stops) > STOPS_MAX:
+        raise _invalid(f"{len(stops)} stop strings are given; at most {STOPS_MAX} are served", param)
     for place, stop in enumerate(stops):
         where = f"{param}[{place}]"
         if not stop:
             raise _invalid("a stop string is empty", where)
-        if len(stop) > MAX_STOP_CHARS:
-            raise _invalid(f"a stop string has {len(stop)} characters; at most {MAX_STOP_CHARS} are served", where)
+        if len(stop) > STOP_CHARS_MAX:
+            raise _invalid(f"a stop string has {len(stop)} characters; at most {STOP_CHARS_MAX} are served", where)
         if any("\ud800" <= character <= "\udfff" for character in stop):
             raise _invalid("a stop string holds an unpaired surrogate", where)
 

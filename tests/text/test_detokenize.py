@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from schemas.errors import HeadraceError
 from schemas.events import Sampling, Usage
+from schemas.parts import STOP_CHARS_MAX, STOPS_MAX
 from schemas.reasons import Reason
 from tests.text.tokenizers_made import PieceTokenizer
 from text.detokenize import Finish, TextFold, TextState, usage
-from text.limits import MAX_STOP_CHARS, MAX_STOPS
 from text.tokenizer import ByteTokenizer
 
 EOS = b"</s>"
@@ -99,8 +99,8 @@ class TestStopStrings:
         ("stops", "param"),
         [
             ([""], "sampling.stop[0]"),
-            (["a"] * (MAX_STOPS + 1), "sampling.stop"),
-            (["a", "b" * (MAX_STOP_CHARS + 1)], "sampling.stop[1]"),
+            (["a"] * (STOPS_MAX + 1), "sampling.stop"),
+            (["a", "b" * (STOP_CHARS_MAX + 1)], "sampling.stop[1]"),
             (["\ud800"], "sampling.stop[0]"),
         ],
     )
