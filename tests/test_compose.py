@@ -21,6 +21,8 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = {name: service for name, service in SERVICES.items() if str(service["image"]).startswith("headrace:")}
 THEIRS = {name: service for name, service in SERVICES.items() if name not in OURS}
+VERSION_NUMBERS = {"postgres": 2, "clickhouse/clickhouse-server": 4}
+"""Of how many numbers an exact version consists, where it isn't three."""
 CONDITIONS = {"service_started", "service_healthy", "service_completed_successfully"}
 
 
@@ -45,7 +47,14 @@ def test_it_holds_the_services_and_all_our_processes() -> None:
     assert {"apache/kafka", "redis", "postgres", "clickhouse/clickhouse-server"} <= images
     assert "s3" in THEIRS
     assert {"topics", "models", "admission-interactive", "admission-batch", "endings", "worker", "bridge"} <= set(OURS)
-    assert all(":" in service["image"] for service in THEIRS.values()), "each image has a tag"
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_each_image_is_an_exact_version(name: str) -> None:
+    """A tag such as `8-alpine` is another image next month."""
+    image, _, tag = THEIRS[name]["image"].partition(":")
+    assert re.fullmatch(r"v?\d+(\.\d+)*(-alpine)?", tag)
+    assert len(re.findall(r"\d+", tag)) == VERSION_NUMBERS.get(image, 3)
 
 
 @pytest.mark.parametrize("name", OURS)
