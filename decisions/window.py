@@ -1,4 +1,4 @@
-"""The work window: what a worker may look at, which record it runs next, and what it may commit.
+"""The work window: what a worker may look at, which record it runs next and beside what, and what it may commit.
 
 A worker looks at most `records` offsets past the last commit that the broker confirmed, so whoever owns the partition next knows
 which records may have been started: those and no others. It commits only below the lowest record that isn't finished. All workers of
@@ -7,8 +7,10 @@ a model version must use the same number of records; `window_records` gives it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 
 from schemas.topics import TIERS
 
@@ -86,33 +88,61 @@ def confirm(window: Window, offset: int) -> Window:
 
 # --- choosing --------------------------------------------------------------------------------------------------------
 
+PASSED_MAX = 256
+"""So many records that a worker takes after a suspect may begin before it, being of a higher tier; then it is the suspect's turn."""
+
+
+class Standing(IntEnum):
+    """What a record's stream says of it, in the order in which records of one tier begin.
+
+    Who is in mid-answer waits for every token, so that record goes before fresh ones. Suspects are few: only what ran on workers that
+    died. They come after what may run beside others, since that goes on all at once, and then they go one by one.
+    """
+
+    BEGUN = 0
+    """Somebody has begun it."""
+    SUSPECT = 1
+    """It has been there when workers died, so often that one more time ends it: it runs alone, so that only its own fault can."""
+    FRESH = 2
+    """Nobody has begun it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A record that waits in a window for a slot."""
+    """A record that waits in a window for a slot, or has one."""
 
     tier: str
     tenant: str
     deadline_ms: int
     taken: int
     """The order in which the worker took it."""
+    standing: Standing = Standing.FRESH
 
 
-def choose(waiting: Sequence[Waiting], running: Mapping[str, int]) -> int | None:
-    """The index of the record to run next, or None if nothing waits.
+def choose(waiting: Sequence[Waiting], running: Sequence[Waiting]) -> int | None:
+    """The index of the record to begin now, or None if none may.
 
-    The first tier in the order of `TIERS` that waits at all; of its records, one of the tenant that has the fewest running here
-    (`running`, by tenant); of those, the one with the earliest deadline, then the one taken first.
+    The first tier in the order of `TIERS` that waits at all; of its records, the first by `Standing`; of those, one of the tenant that
+    has the fewest running here; of those, the one with the earliest deadline, then the one taken first.
+
+    A suspect begins when nothing else runs, and while it runs nothing else begins. Once it is its turn it holds the others back until
+    what runs has ended. Records of a higher tier go before it, but only so many (`PASSED_MAX`): so none waits for ever.
     """
-    if not waiting:
+    if not waiting or any(record.standing is Standing.SUSPECT for record in running):
         return None
+    shares = Counter(record.tenant for record in running)
 
-    def rank(index: int) -> tuple[int, int, int, int]:
+    def rank(index: int) -> tuple[int, Standing, int, int, int]:
         record = waiting[index]
         tier = TIERS.index(record.tier) if record.tier in TIERS else len(TIERS)
-        return tier, running.get(record.tenant, 0), record.deadline_ms, record.taken
+        return tier, record.standing, shares[record.tenant], record.deadline_ms, record.taken
 
-    return min(range(len(waiting)), key=rank)
+    best = min(range(len(waiting)), key=rank)
+    suspects = [index for index, record in enumerate(waiting) if record.standing is Standing.SUSPECT]
+    oldest = min(suspects, key=lambda index: waiting[index].taken, default=best)
+    if waiting[best].taken >= waiting[oldest].taken + PASSED_MAX:
+        best = oldest
+    return None if running and waiting[best].standing is Standing.SUSPECT else best
 
 
 def expired(waiting: Waiting, now_ms: int) -> bool:

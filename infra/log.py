@@ -33,7 +33,7 @@ Headers = Sequence[tuple[str, bytes]]
 REQUEST_TIMEOUT_MS = 15_000
 TOPIC_WAIT_S = 5.0
 FLUSH_WAIT_S = 10.0
-ABANDON_WAIT_S = 5.0
+ABANDON_WAIT_S = 1.0
 REBUILD_TRIES_MAX = 8
 REBUILD_BACKOFF_S = 0.1
 REBUILD_BACKOFF_MAX_S = 5.0
@@ -112,7 +112,10 @@ class EventProducer:
             raise
 
     async def stop(self) -> None:
-        """Send what is buffered, for at most `FLUSH_WAIT_S`, and close. What is left then fails with `NotDelivered`."""
+        """Send what is buffered, for at most `FLUSH_WAIT_S`, and close. What is left then fails with `NotDelivered`.
+
+        A log that can't be reached isn't waited for.
+        """
         self._closed = True
         for task in (self._watching, self._rebuilding):
             if task is not None:
@@ -122,7 +125,7 @@ class EventProducer:
         producer, self._producer = self._producer, None
         if producer is not None:
             with contextlib.suppress(TimeoutError, KafkaError):
-                await asyncio.wait_for(producer.flush(), FLUSH_WAIT_S)
+                await asyncio.wait_for(producer.flush(), FLUSH_WAIT_S if self._silence is None else 0)
             await asyncio.sleep(0)  # lets confirmed records' callbacks run
             await _abandon(producer)
         self._fail_outstanding("the producer was closed")

@@ -9,39 +9,40 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import structlog
 
 from decisions.takeover import Action
-from decisions.window import choose, expired, window_records
+from decisions.window import window_records
 from infra import metrics
 from infra.log import EventDecoder, EventProducer
 from infra.settings import WorkerSettings
 from infra.tracing import child
 from schemas.errors import HeadraceError
-from schemas.events import Attempt, GenerationReleased, InferenceFailed, ModelVersionRegistered, PartitionReport
+from schemas.events import Attempt, GenerationReleased, ModelVersionRegistered, PartitionReport
 from schemas.reasons import Reason
 from schemas.topics import work_topic
 from text.tokenizer import Tokenizer
 from workers.control import Control
 from workers.engines.port import Engine, EngineDead, EngineStats
+from workers.goodbye import LEAVE_WAIT_S, await_jobs, leave
 from workers.group import Group, Held
 from workers.intake import Intake
 from workers.job import Job, Stop, Tools
-from workers.report import DRAINING, READY, STOPPED, Load, Reporter
+from workers.report import DRAINING, READY, Load, Reporter
 from workers.retry import persist
 from workers.slots import Slots
 from workers.takeover import TakeOver
-from workers.work import RequestKey, Work, fresh_plan, tell_and_wait
+from workers.turns import Turns
+from workers.work import RequestKey, Work, fresh_plan, refusal, tell_and_wait
 
 log = structlog.get_logger("worker")
 
 COUNTER_BITS = 32
 COUNTER_SALT_BITS = 20
-LEAVE_WAIT_S = 5.0
 
 
 def group_id(model: str, version: str) -> str:
@@ -82,7 +83,7 @@ class WorkerLoop:
             version, producer, decoder, lambda key: key in self._works or self._control.is_cancelled(key)
         )
         self._works: dict[RequestKey, Work] = {}
-        self._waiting: list[Work] = []
+        self._turns = Turns()
         self._tasks: set[asyncio.Task[None]] = set()
         self._jobs: set[asyncio.Task[None]] = set()
         self._failed = asyncio.Event()
@@ -144,19 +145,19 @@ class WorkerLoop:
 
     async def _fetch(self) -> None:
         while True:
-            suspects = []
+            fenced = []
             for held, record in await self._group.fetch():
                 work = await self._intake.open(held, record)
                 if work is None:
                     self._group.finish(held, record.offset)
                     continue
                 self._works[work.key] = work
-                if work.suspect:
-                    suspects.append(work)
+                if work.fence:
+                    fenced.append(work)
                 else:
-                    self._waiting.append(work)
-            if suspects:
-                self._spawn(self._take_over(suspects), self._tasks)
+                    self._turns.wait(work)
+            if fenced:
+                self._spawn(self._take_over(fenced), self._tasks)
             self._fill()
 
     async def _keep(self) -> None:
@@ -168,7 +169,7 @@ class WorkerLoop:
             if self._group.commit_due or committed_s - self._committed_s >= interval_s:
                 self._committed_s = committed_s
                 await self._group.commit()
-                self._drop_expired()
+                self._drop_late()
 
     # --- taking ------------------------------------------------------------------------------------------------------
 
@@ -184,12 +185,11 @@ class WorkerLoop:
             if self._works.get(work.key) is not work:
                 continue  # cancelled, or its partition lost, meanwhile
             assert work.plan is not None
-            if work.plan.action is Action.SKIP:
+            if work.plan.action in (Action.SKIP, Action.LEAVE):
                 self._finish(work)
-            elif work.plan.action is Action.LEAVE:
-                del self._works[work.key]
             else:
-                self._waiting.append(work)
+                work.waiting = replace(work.waiting, standing=work.plan.standing)
+                self._turns.wait(work)
         self._fill()
 
     def _next_attempt(self, held: Held) -> Attempt:
@@ -199,16 +199,23 @@ class WorkerLoop:
     # --- running -----------------------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Starts what waits while slots are free."""
-        while self._waiting and self._slots.free and not self._draining and not self._rebalancing:
-            running = Counter(work.scheduled.tenant for work in self._works.values() if work.job is not None)
-            index = choose([work.waiting for work in self._waiting], running)
-            assert index is not None
-            work = self._waiting.pop(index)
-            if not work.begun and expired(work.waiting, _now_ms()):
+        """Begins what waits, while slots are free and what is under way allows it."""
+        while self._turns.waiting and self._slots.free and not (self._draining or self._rebalancing):
+            if self._engine_dead or (work := self._turns.take()) is None:
+                return
+            if work.late(_now_ms()):
                 self._spawn(self._refuse(work, Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text), self._tasks)
             else:
                 self._begin(work)
+
+    @property
+    def _engine_dead(self) -> bool:
+        """What begins on a dead engine counts as failed, though nothing ran."""
+        try:
+            self._engine.stats()
+        except EngineDead:
+            return True
+        return False
 
     def _begin(self, work: Work) -> None:
         attempt = work.attempt or self._next_attempt(work.held)
@@ -220,9 +227,18 @@ class WorkerLoop:
             return
         self._slots.take()
         work.job = job
+        self._turns.begin(job, work)
         self._spawn(self._run(work, job), self._jobs)
 
     async def _run(self, work: Work, job: Job) -> None:
+        try:
+            await self._see_through(work, job)
+        finally:
+            self._turns.end(job)
+        self._fill()
+
+    async def _see_through(self, work: Work, job: Job) -> None:
+        """Runs a job to its end, and does what its outcome asks. Only then is it no longer under way."""
         try:
             outcome = await job.run(max(0.0, _now_ms() - work.timestamp_ms))
         except EngineDead:
@@ -266,18 +282,8 @@ class WorkerLoop:
             del self._works[work.key]
 
     async def _refuse(self, work: Work, reason: Reason, message: str) -> None:
-        """Ends a request that nobody has started. If somebody has, the fold ignores it."""
         asked = work.scheduled
-        failed = InferenceFailed(
-            asked.request_id,
-            asked.tenant,
-            asked.model,
-            asked.version,
-            asked.tier,
-            reason.value,
-            message,
-            if_not_started=True,
-        )
+        failed = refusal(asked, reason, message)
         try:
             await persist(lambda: tell_and_wait(self._producer, work, failed))
         except HeadraceError as error:
@@ -286,12 +292,10 @@ class WorkerLoop:
         metrics.REQUESTS.labels(asked.model, asked.version, asked.tier, reason.value).inc()
         self._finish(work)
 
-    def _drop_expired(self) -> None:
-        now_ms = _now_ms()
-        late = [work for work in self._waiting if not work.begun and expired(work.waiting, now_ms)]
-        for work in late:
-            self._waiting.remove(work)
+    def _drop_late(self) -> None:
+        for work in self._turns.drop_late(_now_ms()):
             self._spawn(self._refuse(work, Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text), self._tasks)
+        self._fill()  # one that is gone may have held others back
 
     def _cancel(self, key: RequestKey) -> None:
         """The caller no longer wants it: admission has written its ending."""
@@ -301,9 +305,9 @@ class WorkerLoop:
         if work.job is not None:
             work.job.stop(Stop.CANCELLED)
             return
-        if work in self._waiting:
-            self._waiting.remove(work)
+        self._turns.drop(work)
         self._finish(work)
+        self._fill()  # it may have held others back
 
     # --- the group's owner -------------------------------------------------------------------------------------------
 
@@ -323,8 +327,7 @@ class WorkerLoop:
             if id(work.held) not in gone:
                 continue
             self._forget(work)
-            if work in self._waiting:
-                self._waiting.remove(work)
+            self._turns.drop(work)
             if work.job is not None:
                 work.job.stop(Stop.LOST)
         # The group waits for this call, so whatever waits for the broker goes on beside it.
@@ -344,37 +347,22 @@ class WorkerLoop:
     async def _drain(self) -> None:
         """Finishes what runs if there is time, and releases the rest."""
         self._draining = True
-        await self._reporter.change(DRAINING)
-        await self._await_jobs(self._settings.drain_ms / 1000)
+        await self._reporter.mention(DRAINING)
+        drain_s = self._settings.drain_ms / 1000
+        await await_jobs(self._jobs, self._failed, drain_s, hopeless=self._log_away)
         for job in self._running():
             job.stop(Stop.RELEASED)
-        await self._await_jobs(LEAVE_WAIT_S)
-
-    async def _await_jobs(self, limit_s: float) -> None:
-        failed = asyncio.ensure_future(self._failed.wait())
-        try:
-            async with asyncio.timeout(limit_s):
-                while self._jobs and not failed.done():
-                    await asyncio.wait({*self._jobs, failed}, return_when=asyncio.FIRST_COMPLETED)
-        except TimeoutError:
-            pass
-        finally:
-            failed.cancel()
+        await await_jobs(self._jobs, self._failed, LEAVE_WAIT_S)
 
     async def _leave(self) -> None:
         self._draining = True
         for task in [*self._tasks, *self._jobs]:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._jobs, return_exceptions=True)
-        try:
-            async with asyncio.timeout(LEAVE_WAIT_S):
-                await self._group.commit()
-                await self._group.stop()
-                await self._control.stop()
-                await self._takeover.stop()
-                await self._reporter.change(STOPPED)
-        except (TimeoutError, HeadraceError) as error:
-            log.warning("left without goodbye", error=repr(error))
+        await leave(self._group, self._control, self._takeover, self._reporter, away=self._log_away())
+
+    def _log_away(self) -> bool:
+        return self._producer.failure is not None
 
     def _load(self) -> Load:
         reports = tuple(
@@ -388,7 +376,7 @@ class WorkerLoop:
                 raise
             stats = EngineStats()
         metrics.SLOTS.labels(self._version.model, self._version.version).set(self._slots.total)
-        return Load(reports, self._slots.total, self._slots.used, len(self._waiting), stats.kv_cache_use)
+        return Load(reports, self._slots.total, self._slots.used, self._turns.waiting, stats.kv_cache_use)
 
 
 def _now_ms() -> int:

@@ -19,6 +19,7 @@ log = structlog.get_logger("worker")
 
 STARTING, READY, DRAINING, STOPPED = "starting", "ready", "draining", "stopped"
 RATE_SPAN_S = 10.0
+MENTION_WAIT_S = 2.0
 
 
 class TokenRate:
@@ -82,6 +83,14 @@ class Reporter:
         await self.report()
         if state == STOPPED:
             await (await self._producer.send_raw(WORKERS, None, self._worker_id.encode()))
+
+    async def mention(self, state: str) -> None:
+        """Enters a state and tells so if the log takes it soon; nobody waits for that."""
+        try:
+            async with asyncio.timeout(MENTION_WAIT_S):
+                await self.change(state)
+        except (TimeoutError, HeadraceError) as error:
+            log.warning("a report was not delivered", error=repr(error))
 
     async def run(self) -> None:
         """Reports until cancelled."""

@@ -10,10 +10,11 @@ from aiokafka import ConsumerRecord
 from aiokafka.structs import RecordMetadata
 
 from decisions.takeover import Action, Plan
-from decisions.window import Waiting
+from decisions.window import Waiting, expired
 from infra.log import EventProducer, Headers
 from infra.tracing import child
-from schemas.events import Attempt, Event, InferenceScheduled
+from schemas.events import Attempt, Event, InferenceFailed, InferenceScheduled
+from schemas.reasons import Reason
 from workers.group import Held
 from workers.job import Job
 
@@ -56,19 +57,34 @@ class Work:
         return timestamp_ms
 
     @property
-    def suspect(self) -> bool:
+    def fence(self) -> bool:
         """Whether a former owner may have started it, so that it must be fenced first."""
         return self.attempt is None and self.offset < self.held.fence_below
 
-    @property
-    def begun(self) -> bool:
-        """Whether its stream has tokens, so that its deadline no longer counts."""
-        return self.plan is not None and (any(self.plan.totals) or self.plan.action is not Action.RUN)
+    def late(self, now_ms: int) -> bool:
+        """Whether its deadline has passed, which counts only while its stream has no tokens."""
+        if self.plan is not None and (any(self.plan.totals) or self.plan.action is not Action.RUN):
+            return False
+        return expired(self.waiting, now_ms)
 
 
 def fresh_plan(scheduled: InferenceScheduled) -> Plan:
     """The plan for a record that nobody can have started."""
     return Plan(Action.RUN, ((),) * scheduled.sampling.n)
+
+
+def refusal(scheduled: InferenceScheduled, reason: Reason, message: str) -> InferenceFailed:
+    """Ends a request that nobody has started. If somebody has, the fold ignores it."""
+    return InferenceFailed(
+        scheduled.request_id,
+        scheduled.tenant,
+        scheduled.model,
+        scheduled.version,
+        scheduled.tier,
+        reason.value,
+        message,
+        if_not_started=True,
+    )
 
 
 async def tell(producer: EventProducer, work: Work, event: Event) -> asyncio.Future[RecordMetadata]:

@@ -1,10 +1,11 @@
 """Every interleaving of owners, zombies, delayed sends, crashes, a duplicate work record, a timer and a cancel, for one request.
 
-What readers accept is decided by the project's own `decisions.stream.fold`, so the code that is checked is the code that runs. `explore`
-counts the states, or raises `Violation` with the way there. A broken rule is given as a variant of the fold or of what workers do.
+What readers accept is decided by the project's own `decisions.stream.fold`, and what a new owner does by `decisions.takeover`, so the code
+that is checked is the code that runs. `explore` counts the states, or raises `Violation` with the way there. A broken rule is given as a
+variant of the fold, of the decision, or of what workers do.
 
-A worker is (phase, attempt, prefix its next token depends on, sends not yet appended, record, what it read at its own marker). A token is
-the number of the attempt that made it, so a torn answer shows as a token whose maker knew another prefix.
+A worker is (phase, attempt, prefix its next token depends on, sends not yet appended, record, what it decided at its own marker). A token
+is the number of the attempt that made it, so a torn answer shows as a token whose maker knew another prefix.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
+from unittest import mock
 
+from decisions import takeover
 from decisions.stream import NEW, Input, StreamState, fold
+from decisions.takeover import Plan, Reading, decide
 from schemas.events import (
     Attempt,
     ChoiceEnd,
@@ -23,6 +27,7 @@ from schemas.events import (
     GenerationTakenOver,
     InferenceCompleted,
     InferenceFailed,
+    Sampling,
     Timings,
     TokensGenerated,
     Usage,
@@ -31,9 +36,13 @@ from schemas.events import (
 Fold = Callable[[StreamState, Input], tuple[StreamState, bool]]
 Send = tuple[Any, ...]
 Reader = tuple[StreamState, tuple[int, ...], str]  # the fold's state, the accepted tokens, "torn" or ""
-Worker = tuple[str, int, tuple[int, ...], tuple[Send, ...], int, tuple[tuple[int, ...], bool] | None]
+Decided = tuple[str, tuple[int, ...]]  # the action's name, the tokens to go on from
+Worker = tuple[str, int, tuple[int, ...], tuple[Send, ...], int, Decided | None]
 State = tuple[Any, ...]
 WHO = ("r", "t", "m", "1", "interactive")
+GREEDY = Sampling(max_tokens=100, temperature=0.0)
+NEVER = 1_000
+"""More failures than there are reassignments."""
 
 
 class Violation(AssertionError):
@@ -42,12 +51,17 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True)
 class Rules:
-    """What is explored. `fold` is what readers apply; the flags break, one by one, what workers must do."""
+    """What is explored. `fold` is what readers apply, `decide` what owners do; the flags break, one by one, what workers must do.
+
+    Failures are counted, which makes more states, only if `failures_max` of them are within reach.
+    """
 
     tokens: int = 2
     reassignments: int = 2
     workers: int = 2
+    failures_max: int = NEVER
     fold: Fold = fold
+    decide: Callable[[Reading, Attempt, Sampling, int], Plan] = decide
     read_before_marker: bool = False
     commit_any: bool = False
 
@@ -65,6 +79,8 @@ def event_of(send: Send) -> Input:
             return InferenceCompleted(
                 *WHO, Attempt(0, attempt), (ChoiceEnd(0, total, "stop"),), Usage(1, total), Timings(), "w"
             )
+        case ("fail", attempt, total):
+            return InferenceFailed(*WHO, "poisoned", "", Attempt(0, attempt), (total,))
         case ("timer",):
             return InferenceFailed(*WHO, "deadline_exceeded", "", if_not_started=True)
         case _:
@@ -76,15 +92,25 @@ class Explorer:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self._fold = lru_cache(maxsize=None)(lambda state, send: rules.fold(state, event_of(send)))
+        self._read_on = lru_cache(maxsize=None)(read_on)
+        self._decide = lru_cache(maxsize=None)(self._decided)
 
     def apply(self, reader: Reader, send: Send) -> Reader:
         """What a reader knows after the broker appended a send."""
         state, accepted, torn = reader
-        after, counted = self._fold(state, send)
-        if send[0] != "token" or not counted:
+        after, known = self._read_on(state, accepted, send)
+        if len(known) == len(accepted):
             return after, accepted, torn
-        return after, (*accepted, send[1]), torn or ("torn" if send[3] != accepted else "")
+        return after, known, torn or ("torn" if send[3] != accepted else "")
+
+    def decide(self, reader: Reader, attempt: int) -> Decided:
+        """What the owner with this attempt decides when it has read up to here."""
+        found: Decided = self._decide(reader[0], reader[1], attempt)
+        return found
+
+    def _decided(self, state: StreamState, accepted: tuple[int, ...], attempt: int) -> Decided:
+        plan = self.rules.decide(reading(state, accepted), Attempt(0, attempt), GREEDY, self.rules.failures_max)
+        return plan.action.name, plan.accepted[0] if plan.accepted else ()
 
     def start(self) -> State:
         """Nothing has happened; one record and its duplicate wait."""
@@ -134,6 +160,19 @@ class Explorer:
                 put(fresh, record, False),
             )
 
+    def _follow(self, worker: Worker, decided: Decided) -> Worker:
+        """The worker that does what it decided."""
+        _, attempt, _, pending, record, _ = worker
+        action, accepted = decided
+        start: Send = ("start", attempt, len(accepted))
+        match action:
+            case "RUN":
+                return "run", attempt, accepted, (*pending, start), record, None
+            case "POISONED":
+                return "end", attempt, accepted, (*pending, start, ("fail", attempt, len(accepted))), record, None
+            case _:  # it has ended, or somebody newer owns it
+                return "end", attempt, accepted, pending, record, None
+
     def _work(self, state: State, i: int, worker: Worker) -> Iterator[State]:
         """What a busy worker may do next: crash, have a send appended, read, generate, end, commit."""
         reader, owner, done, workers, following, left, timer, cancel, fresh = state
@@ -149,20 +188,14 @@ class Explorer:
             yield now(reader, None, put(owner, record, None) if mine else owner, left=left - 1)
         if pending:
             after = self.apply(reader, pending[0])
-            seen = seen_by(after) if pending[0][0] == "marker" else read
+            seen = self.decide(after, attempt) if pending[0][0] == "marker" else read
             yield now(after, (phase, attempt, prefix, pending[1:], record, seen))
         if phase == "mark":
             if self.rules.read_before_marker and read is None and pending:
-                yield now(reader, (phase, attempt, prefix, pending, record, seen_by(reader)))
+                early = self.decide(self.apply(reader, pending[0]), attempt)
+                yield now(reader, (phase, attempt, prefix, pending, record, early))
             if read is not None and (not pending or self.rules.read_before_marker):
-                accepted, closed = read
-                start: Send = ("start", attempt, len(accepted))
-                yield now(
-                    reader,
-                    ("end", attempt, accepted, pending, record, None)
-                    if closed
-                    else ("run", attempt, accepted, (*pending, start), record, None),
-                )
+                yield now(reader, self._follow(worker, read))
         if phase == "run" and len(pending) < 2:
             if len(prefix) < self.rules.tokens:
                 token: Send = ("token", attempt, len(prefix), prefix)
@@ -178,9 +211,16 @@ class Explorer:
             )
 
 
-def seen_by(reader: Reader) -> tuple[tuple[int, ...], bool]:
-    """What a worker that reads up to here knows: the accepted tokens, and whether the stream is closed."""
-    return reader[1], reader[0].closed is not None
+def reading(state: StreamState, accepted: tuple[int, ...]) -> Reading:
+    """What a worker that takes over has read."""
+    return Reading(state, [list(accepted)] if state.accepted else [])
+
+
+def read_on(state: StreamState, accepted: tuple[int, ...], send: Send) -> tuple[StreamState, tuple[int, ...]]:
+    """The same with one more event."""
+    found = reading(state, accepted)
+    found.apply(event_of(send))
+    return found.state, tuple(found.ids[0]) if found.ids else ()
 
 
 def put(items: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
@@ -188,14 +228,14 @@ def put(items: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
     return (*items[:i], value, *items[i + 1 :])
 
 
-def canonical(state: State) -> State:
-    """The state with its attempts renamed by rank: only their order matters; nor does the count of failures."""
+def canonical(state: State, *, failures: bool) -> State:
+    """The state with its attempts renamed by rank, since only their order matters; `failures` says whether their count does."""
     (stream, accepted, torn), owner, done, workers, _, *rest = state
     current = None if stream.attempt is None else stream.attempt.counter
     used = {current, *accepted}
     for worker in filter(None, workers):
         _, attempt, prefix, pending, _, read = worker
-        used |= {attempt, *prefix, *(read[0] if read else ())}
+        used |= {attempt, *prefix, *(read[1] if read else ())}
         for send in pending:
             used |= {send[1], *(send[3] if len(send) > 3 else ())}
     rank = {attempt: k for k, attempt in enumerate(sorted(used - {None}))}
@@ -214,20 +254,30 @@ def canonical(state: State) -> State:
                 renamed(prefix),
                 sends,
                 record,
-                read and (renamed(read[0]), read[1]),
+                read and (read[0], renamed(read[1])),
             )
             after.append(renamed_worker)
         else:
             after.append(None)
     closed = stream.closed and replace(stream.closed, message="")
-    stream = replace(stream, attempt=None if current is None else Attempt(0, rank[current]), failures=0, closed=closed)
+    stream = replace(
+        stream,
+        attempt=None if current is None else Attempt(0, rank[current]),
+        failures=stream.failures if failures else 0,
+        closed=closed,
+    )
     return ((stream, renamed(accepted), torn), owner, done, tuple(after), len(rank), *rest)
 
 
 def explore(rules: Rules) -> int:
     """The number of states; raises `Violation` if an answer is torn or miscounted, a request lost, or a state can't end."""
-    explorer = Explorer(rules)
-    start = canonical(explorer.start())
+    with mock.patch.object(takeover, "fold", rules.fold):
+        return _explore(Explorer(rules))
+
+
+def _explore(explorer: Explorer) -> int:
+    counted = explorer.rules.failures_max < NEVER
+    start = canonical(explorer.start(), failures=counted)
     came: dict[State, State | None] = {start: None}
     before: dict[State, list[State]] = {}
     closed: set[State] = set()
@@ -242,7 +292,7 @@ def explore(rules: Rules) -> int:
             continue
         if all(state[2]) and not any(state[3]):
             raise Violation(f"lost: all is committed, and there is no ending: {way(came, state)}")
-        for following in map(canonical, explorer.steps(state)):
+        for following in (canonical(step, failures=counted) for step in explorer.steps(state)):
             before.setdefault(following, []).append(state)
             if following not in came:
                 came[following] = state

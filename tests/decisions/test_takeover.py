@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from decisions.takeover import FAILURES_MAX, Action, Plan, Reading, decide
+from decisions.window import Standing
 from schemas.events import (
     Attempt,
     ChoiceEnd,
@@ -63,7 +64,7 @@ def test_nobody_had_started_any_choice() -> None:
 
 def test_it_goes_on_from_what_was_accepted() -> None:
     found = plan(started(A), tokens(A, 0, 5, 6), tokens(A, 2, 7), marker(B))
-    assert found == Plan(Action.RUN, ((5, 6, 7),))
+    assert found == Plan(Action.RUN, ((5, 6, 7),), standing=Standing.BEGUN)
     assert found.totals == (3,)
 
 

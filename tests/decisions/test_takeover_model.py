@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from decisions.stream import Input, StreamState, fold
-from schemas.events import GenerationStarted, GenerationTakenOver, TokensGenerated
+from decisions.takeover import Plan, Reading, decide
+from schemas.events import Attempt, GenerationStarted, GenerationTakenOver, Sampling, TokensGenerated
 from tests.decisions.takeover_model import Rules, Violation, explore
 
 
@@ -34,24 +35,37 @@ def any_marker(state: StreamState, event: Input) -> tuple[StreamState, bool]:
     return fold(state, event)
 
 
+def begins_again(reading: Reading, attempt: Attempt, sampling: Sampling, failures_max: int) -> Plan:
+    """A new owner goes on from nothing."""
+    plan = decide(reading, attempt, sampling, failures_max)
+    return replace(plan, accepted=((),) * len(plan.accepted))
+
+
 @pytest.mark.parametrize(
-    "rules", [Rules(tokens=1, reassignments=2), Rules(tokens=2, reassignments=1), Rules(tokens=3, reassignments=1)]
+    "rules",
+    [
+        Rules(tokens=1, reassignments=2),
+        Rules(tokens=2, reassignments=1),
+        Rules(tokens=3, reassignments=1),
+        Rules(tokens=1, reassignments=2, failures_max=1),
+    ],
 )
 def test_the_protocol_holds_in_every_interleaving(rules: Rules) -> None:
     assert explore(rules) > 1000
 
 
 @pytest.mark.parametrize(
-    "rules",
+    ("rules", "fault"),
     [
-        Rules(fold=second_start_wins),
-        Rules(fold=no_attempt_check),
-        Rules(fold=any_marker, tokens=1, reassignments=3),
-        Rules(read_before_marker=True),
-        Rules(commit_any=True),
+        (Rules(fold=second_start_wins), "torn"),
+        (Rules(fold=no_attempt_check), "torn"),
+        (Rules(fold=any_marker, tokens=1, reassignments=3), "lost"),
+        (Rules(decide=begins_again), "torn"),
+        (Rules(read_before_marker=True), "torn"),
+        (Rules(commit_any=True), "lost"),
     ],
-    ids=["second_start_wins", "no_attempt_check", "any_marker", "read_before_marker", "commit_any"],
+    ids=["second_start_wins", "no_attempt_check", "any_marker", "begins_again", "read_before_marker", "commit_any"],
 )
-def test_each_rule_is_needed(rules: Rules) -> None:
-    with pytest.raises(Violation):
+def test_each_rule_is_needed(rules: Rules, fault: str) -> None:
+    with pytest.raises(Violation, match=fault):
         explore(rules)

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decisions.window import Waiting, Window, choose, confirm, expired, finish, room, take, window_records
+from decisions.window import (
+    PASSED_MAX,
+    Standing,
+    Waiting,
+    Window,
+    choose,
+    confirm,
+    expired,
+    finish,
+    room,
+    take,
+    window_records,
+)
 
 RECORDS = 8
 BYTES = 1_000
@@ -100,27 +114,104 @@ def test_a_window_holds_more_records_than_there_are_slots() -> None:
     assert window_records(0, 0) == 1
 
 
-def waiting(tier: str = "interactive", tenant: str = "a", deadline_ms: int = 1_000, taken: int = 0) -> Waiting:
-    return Waiting(tier, tenant, deadline_ms, taken)
+BEGUN, SUSPECT, FRESH = Standing.BEGUN, Standing.SUSPECT, Standing.FRESH
+
+
+def waiting(
+    tier: str = "interactive", tenant: str = "a", deadline_ms: int = 1_000, taken: int = 0, standing: Standing = FRESH
+) -> Waiting:
+    return Waiting(tier, tenant, deadline_ms, taken, standing)
+
+
+def running(**by_tenant: int) -> list[Waiting]:
+    return [waiting(tenant=tenant) for tenant, count in by_tenant.items() for _ in range(count)]
 
 
 @pytest.mark.parametrize(
-    ("records", "running", "chosen"),
+    ("records", "under_way", "chosen"),
     [
-        ([], {}, None),
-        ([waiting("batch", deadline_ms=1), waiting("interactive", deadline_ms=9)], {}, 1),
-        ([waiting("shadow"), waiting("batch")], {}, 1),
-        ([waiting("elsewhere"), waiting("shadow")], {}, 1),
-        ([waiting(tenant="a", deadline_ms=1), waiting(tenant="b", deadline_ms=9)], {"a": 2, "b": 1}, 1),
-        ([waiting(deadline_ms=9), waiting(deadline_ms=1)], {"a": 2}, 1),
-        ([waiting(taken=2), waiting(taken=1)], {}, 1),
-        ([waiting("interactive", "a"), waiting("batch", "b")], {"a": 100}, 0),
+        ([], [], None),
+        ([waiting("batch", deadline_ms=1), waiting("interactive", deadline_ms=9)], [], 1),
+        ([waiting("shadow"), waiting("batch")], [], 1),
+        ([waiting("elsewhere"), waiting("shadow")], [], 1),
+        ([waiting(tenant="a", deadline_ms=1), waiting(tenant="b", deadline_ms=9)], running(a=2, b=1), 1),
+        ([waiting(deadline_ms=9), waiting(deadline_ms=1)], running(a=2), 1),
+        ([waiting(taken=2), waiting(taken=1)], [], 1),
+        ([waiting("interactive", "a"), waiting("batch", "b")], running(a=100), 0),
+        ([waiting(tenant="b"), waiting(tenant="a", standing=BEGUN)], running(a=100), 1),
+        ([waiting("batch", standing=BEGUN), waiting("interactive")], [], 1),
     ],
 )
-def test_choice_is_by_tier_then_share_then_deadline_then_order(
-    records: list[Waiting], running: dict[str, int], chosen: int | None
+def test_choice_is_by_tier_then_standing_then_share_then_deadline_then_order(
+    records: list[Waiting], under_way: list[Waiting], chosen: int | None
 ) -> None:
-    assert choose(records, running) == chosen
+    assert choose(records, under_way) == chosen
+
+
+@pytest.mark.parametrize(
+    ("records", "under_way", "chosen"),
+    [
+        # It waits until what runs has ended, and meanwhile holds fresh work back.
+        ([waiting(), waiting(standing=SUSPECT)], [], 1),
+        ([waiting(), waiting(standing=SUSPECT)], running(b=1), None),
+        # While it runs nothing else begins, of whatever tier.
+        ([waiting()], [waiting(standing=SUSPECT)], None),
+        ([waiting()], [waiting("batch", standing=SUSPECT)], None),
+        ([waiting(standing=BEGUN), waiting(standing=SUSPECT)], [waiting(standing=SUSPECT)], None),
+        # What may run beside others goes first.
+        ([waiting(standing=SUSPECT), waiting(standing=BEGUN)], running(b=1), 1),
+        # So does a higher tier, up to a limit.
+        ([waiting("batch", standing=SUSPECT), waiting(taken=PASSED_MAX - 1)], running(b=1), 1),
+        ([waiting("batch", standing=SUSPECT), waiting(taken=PASSED_MAX)], running(b=1), None),
+        ([waiting("batch", standing=SUSPECT), waiting(taken=PASSED_MAX)], [], 0),
+        ([waiting(taken=PASSED_MAX, standing=BEGUN), waiting(standing=SUSPECT)], [], 1),
+    ],
+)
+def test_a_suspect_runs_alone(records: list[Waiting], under_way: list[Waiting], chosen: int | None) -> None:
+    assert choose(records, under_way) == chosen
+
+
+RECORD = st.builds(
+    waiting,
+    st.sampled_from(["interactive", "batch"]),
+    st.sampled_from(["a", "b"]),
+    st.integers(0, 9),
+    st.just(0),
+    st.sampled_from([FRESH, FRESH, BEGUN, SUSPECT]),
+)
+
+
+@given(arrivals=st.lists(st.lists(RECORD, max_size=4), max_size=30), ends=st.lists(st.integers(0, 99), max_size=30))
+def test_a_suspect_is_always_alone_and_an_idle_worker_always_begins(
+    arrivals: list[list[Waiting]], ends: list[int]
+) -> None:
+    queue, under_way, taken = list[Waiting](), list[Waiting](), 0
+    for turn in range(max(len(arrivals), len(ends))):
+        for record in arrivals[turn] if turn < len(arrivals) else ():
+            taken += 1
+            queue.append(replace(record, taken=taken))
+        while len(under_way) < 3 and (index := choose(queue, under_way)) is not None:
+            under_way.append(queue.pop(index))
+        assert under_way or not queue
+        assert len(under_way) == 1 or all(record.standing is not SUSPECT for record in under_way)
+        if not any(record.standing is SUSPECT for record in (*queue, *under_way)):
+            assert len(under_way) == 3 or not queue
+        if under_way and turn < len(ends):
+            under_way.pop(ends[turn] % len(under_way))
+
+
+@given(standings=st.lists(st.sampled_from([FRESH, BEGUN]), min_size=1, max_size=20), slots=st.integers(1, 8))
+def test_however_much_comes_of_a_higher_tier_a_suspect_gets_its_turn(standings: list[Standing], slots: int) -> None:
+    queue, under_way, taken, begun = [waiting("batch", standing=SUSPECT)], list[Waiting](), 0, 0
+    while under_way[:1] != [waiting("batch", standing=SUSPECT)]:
+        taken += 1
+        queue.append(waiting(taken=taken, standing=standings[taken % len(standings)]))
+        while len(under_way) < slots and (index := choose(queue, under_way)) is not None:
+            under_way.append(queue.pop(index))
+            begun += 1
+        if taken % 2:
+            under_way = under_way[1:]
+        assert begun <= PASSED_MAX + 1
 
 
 def test_a_deadline_is_past_from_its_own_millisecond_on() -> None:

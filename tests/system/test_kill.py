@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 
+from decisions.takeover import FAILURES_MAX
+from infra.models_file import ModelEntry
 from tests.system.audit import Audit
-from tests.system.callers import Load
-from tests.system.fixtures_models import BUSY, SESSION_MS, worker
-from tests.system.running import RunningStack
+from tests.system.callers import CALL_S_MAX, Load
+from tests.system.fixtures_models import BUSY, SESSION_MS, register, worker
+from tests.system.running import RunningStack, script
 
 pytestmark = pytest.mark.timeout(240)
 CALLS = 48
+DOOMED, INNOCENT = "doomed", 6
 BROKEN_S_MAX = 5.0
 """How soon a caller sees that its front door is gone; a loaded machine included."""
 
@@ -138,3 +143,33 @@ def test_one_slow_job_among_many_quick_ones(stack: RunningStack, audit: Audit, s
         name: story.endings[0] for name, story in stories.items()
     }
     assert_served(stack, single)
+
+
+def test_a_request_that_ends_its_workers_is_ended_and_no_other(stack: RunningStack, audit: Audit) -> None:
+    """Its neighbours die with it twice, then each runs alone: they are answered to the end, and it fails a third time by itself."""
+    register(stack, ModelEntry(DOOMED, "1", "scripted", "scripted", 4096, slots=16, partitions=1))
+    with worker(stack, "doomed-a", DOOMED), worker(stack, "doomed-b", DOOMED), ThreadPoolExecutor(1) as beside:
+        load = Load(stack, DOOMED, calls=INNOCENT, tokens=20, token_ms=200)
+        load.until_flowing(INNOCENT // 2)
+        bad = script(tokens=["bad "], repeat=5, token_ms=200, **{"raise": "exit"})
+        asking = beside.submit(ask, stack.client().with_options(timeout=CALL_S_MAX), bad)
+        heard = load.heard()
+        assert all(call.whole for call in heard), [call for call in heard if not call.whole]
+        with pytest.raises(openai.InternalServerError, match="stopped several workers"):
+            asking.result(CALL_S_MAX)
+        stories = audit.settled().values()
+        assert_served(stack, DOOMED)
+    assert Counter(story.endings[0][:2] for story in stories) == {
+        ("completed", None): INNOCENT,
+        ("failed", "poisoned"): 1,
+    }
+    assert max(story.stream.failures for story in stories) == FAILURES_MAX
+    assert sum(story.stream.failures == FAILURES_MAX - 1 for story in stories) == INNOCENT
+    (text,) = [story.text for story in stories if story.stream.failures == FAILURES_MAX]
+    assert ("bad " * 5).startswith(text)
+
+
+def ask(client: openai.OpenAI, content: str) -> str | None:
+    answer = client.chat.completions.create(model=DOOMED, messages=[{"role": "user", "content": content}])
+    text: str | None = answer.choices[0].message.content
+    return text

@@ -68,17 +68,19 @@ class Read:
     def starts(self) -> list[GenerationStarted]:
         return [e for e in self.counted if isinstance(e, GenerationStarted)]
 
-    def apply(self, event: Any) -> None:
+    def apply(self, event: Any) -> bool:
+        """Whether it counted."""
         self.state, counted = fold(self.state, event)
         (self.counted if counted else self.ignored).append(event)
         if not counted:
-            return
+            return False
         if isinstance(event, TokensGenerated):
             self.texts[event.choice] = self.texts.get(event.choice, "") + event.text
             self.ids.setdefault(event.choice, []).extend(event.token_ids)
         if isinstance(event, InferenceCompleted):
             for end in event.choices:
                 self.texts[end.choice] = self.texts.get(end.choice, "") + end.text
+        return True
 
 
 class Lane:
@@ -90,6 +92,7 @@ class Lane:
         self.version = version
         self.last_worker_id = ""
         self.started: list[str] = []
+        self.events: list[Event] = []  # what counted, in the order of each partition
         self._decoder = EventDecoder(kafka)
         self._positions: dict[Any, int] = {}
         self._reads: dict[str, Read] = {}
@@ -145,7 +148,8 @@ class Lane:
             if isinstance(event, GenerationStarted):
                 self.started.append(event.request_id)
             read.headers.append(dict(record.headers))
-            read.apply(event)
+            if read.apply(event):
+                self.events.append(event)
 
     async def read(self, rid: str) -> Read:
         await self.pull()

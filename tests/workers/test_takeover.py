@@ -19,9 +19,11 @@ from infra.broker import EmbeddedKafka
 from infra.log import EventProducer, NotDelivered
 from infra.read import read_to_end
 from infra.settings import KafkaSettings
+from infra.supervisor import STOP_GRACE_S
 from infra.topics import ensure_core
 from schemas.codec import Codec
 from schemas.events import (
+    Attempt,
     GenerationReleased,
     GenerationTakenOver,
     InferenceCompleted,
@@ -37,6 +39,9 @@ from workers.engines.scripted import EXIT_STATUS
 
 SLOW: dict[str, Any] = {"tokens": ["Wasser ", "läuft ", "🙂 "], "repeat": 40, "token_ms": 50}
 SLOW_TEXT = "Wasser läuft 🙂 " * 40
+
+LEFT_S_MAX = STOP_GRACE_S
+"""The supervisor kills whoever takes longer."""
 
 
 @contextmanager
@@ -151,6 +156,23 @@ async def test_a_rebalance_disturbs_no_answer(kafka: KafkaSettings) -> None:
         assert read.state.failures == 0
 
 
+async def test_what_somebody_newer_owns_does_not_hold_up_what_follows(kafka: KafkaSettings) -> None:
+    """A record that is in the log twice has two owners, and only one of them answers; the window must move on at both."""
+    async with open_lane(kafka, slots=1) as lane:
+        async with lane.worker():
+            pass  # the group has had a generation, so that the next worker fences
+        theirs = await lane.ask("theirs", reply=Reply(TOKENS, 0))
+        who = (theirs, "acme", lane.version.model, "1", "interactive")
+        newer = GenerationTakenOver(*who, Attempt(1_000_000, 1), "other")
+        await lane.producer.send_and_wait(TOKENS, newer, key=theirs, partition=0)
+        rids = [await lane.ask(f"{i}") for i in range(5)]
+        async with lane.worker(window_records=1):  # which makes a window of two
+            reads = await lane.until_closed(*rids)
+        left = await lane.read(theirs)
+    assert [read.text for read in reads] == [f"{i}" for i in range(5)]
+    assert left.counted == [newer]
+
+
 async def test_a_poisonous_request_is_contained(kafka: KafkaSettings, tmp_path: Path) -> None:
     """A worker's first attempt may end before anybody saw it begin; from the second on each is counted."""
     deaths = 0
@@ -223,3 +245,41 @@ async def test_a_broker_that_restarts_costs_a_pause(tmp_path: Path) -> None:
             (after,) = await lane.until_closed(await lane.ask("after"))
     check_whole(read, SLOW_TEXT * 2)
     assert after.text == "after"
+
+
+async def test_a_worker_that_is_told_to_stop_while_the_broker_is_away_leaves_in_time(tmp_path: Path) -> None:
+    """It can neither finish nor release anything: once the broker is back the answer goes on as after a death."""
+    with EmbeddedKafka(tmp_path) as broker:
+        await ensure_core(broker.settings)
+        async with open_lane(broker.settings) as lane:
+            with process(lane, tmp_path) as child:
+                rid = await lane.ask(SLOW)
+                await lane.until_tokens(rid, 50)
+                broker.pause()
+                try:
+                    child.terminate()
+                    assert await asyncio.to_thread(child.wait, LEFT_S_MAX) == 0
+                finally:
+                    broker.resume()
+            async with lane.worker():
+                (read,) = await lane.until_closed(rid)
+    check_whole(read, SLOW_TEXT)
+    assert len(read.starts) == 2
+
+
+async def test_a_worker_that_drains_outlasts_a_short_absence_of_the_broker(tmp_path: Path) -> None:
+    with EmbeddedKafka(tmp_path) as broker:
+        await ensure_core(broker.settings)
+        async with open_lane(broker.settings) as lane:
+            with process(lane, tmp_path, HEADRACE_WORKER_DRAIN_MS="1000") as child:
+                rid = await lane.ask(SLOW)
+                await lane.until_tokens(rid, 50)
+                broker.pause()
+                child.terminate()
+                await asyncio.sleep(2)
+                broker.resume()
+                assert await asyncio.to_thread(child.wait, LEFT_S_MAX) == 0
+            async with lane.worker():
+                (read,) = await lane.until_closed(rid)
+    check_whole(read, SLOW_TEXT)
+    assert read.state.failures == 0
