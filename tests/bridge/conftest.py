@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import threading
 import time
@@ -163,5 +164,16 @@ def bridge(kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> It
         drain_ms=1_000,
     )
     running, thread = start_bridge(settings)
+    yield running
+    stop_bridge(running, thread)
+
+
+@pytest.fixture(scope="session")
+def other(bridge: RunningBridge) -> Iterator[RunningBridge]:
+    """Another front door on the same log, with a partition of its own."""
+    settings = dataclasses.replace(
+        bridge.settings, port=ports.free_port(), ops_port=0, instance="bridge-tests-other", keepalive_ms=200
+    )
+    running, thread = start_bridge(settings, bridge.responder)
     yield running
     stop_bridge(running, thread)

@@ -3,79 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from aiokafka import TopicPartition
-from aiokafka.admin import RecordsToDelete
 
 from bridge.resume import READERS_MAX
-from bridge.streams import reply_partition
-from infra import ports
-from infra.kafka import make_admin, make_consumer
-from infra.log import EventProducer
-from schemas.events import ChoiceAnswer, InferenceAnswered, TokenLogprob, Usage
-from schemas.topics import ANSWERS, TOKENS
-from tests.bridge.conftest import MODEL, OTHER, TENANT, RunningBridge, start_bridge, stop_bridge
-from tests.bridge.responder import VERSION
+from tests.bridge.conftest import MODEL, RunningBridge
+from tests.bridge.resuming import DONE, USAGE, ask, broken_off, ids, resume
 from tests.bridge.test_cancel import newest
-from tests.bridge.test_openai_chat import body, read_events, script, stream_events
-from tests.bridge.test_websocket import calling
-from tests.bridge.told import Events, Told, some_events
+from tests.bridge.test_openai_chat import body, script, stream_events
+from tests.bridge.told import Told, some_events
 
-DONE = (None, "[DONE]")
-
-
-@pytest.fixture(scope="session")
-def other(bridge: RunningBridge) -> Iterator[RunningBridge]:
-    """Another front door on the same log, with a partition of its own."""
-    settings = dataclasses.replace(
-        bridge.settings, port=ports.free_port(), ops_port=0, instance="bridge-tests-other", keepalive_ms=200
-    )
-    running, thread = start_bridge(settings, bridge.responder)
-    yield running
-    stop_bridge(running, thread)
-
-
-async def resume(
-    bridge: RunningBridge,
-    stream: str,
-    last: str | None = None,
-    key: str | None = None,
-    until: int | None = None,
-    **params: Any,
-) -> tuple[httpx.Response, Events]:
-    headers = {} if last is None else {"Last-Event-ID": last}
-    if key is not None:
-        headers["Authorization"] = f"Bearer {key}"
-    async with (
-        bridge.client() as client,
-        client.stream("GET", f"/v1/streams/{stream}", headers=headers, params=params) as response,
-    ):
-        if response.status_code != 200:
-            await response.aread()
-            return response, []
-        return response, await (read_events(response) if until is None else some_events(response, until))
-
-
-def ids(events: Events) -> list[str]:
-    return [event_id for event_id, _ in events if event_id is not None]
-
-
-def kept(events: Events) -> Events:
-    return [event for event in events if not event[1].startswith(":")]
-
-
-async def ask(bridge: RunningBridge, path: str, payload: dict[str, Any]) -> tuple[str, Events]:
-    async with bridge.client() as client, client.stream("POST", path, json=payload) as response:
-        return response.headers["x-request-id"], kept(await read_events(response))
-
-
-USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 SCRIPT = {
     "tokens": ["Dé", "n", "", "👋🏽", " x"],
     "tail": " the tail",
@@ -123,17 +63,6 @@ async def test_a_replay_is_the_whole_stream(
         _, rest = await resume(door, request_id, ids(again)[0])
         place = [event_id for event_id, _ in again].index(ids(again)[0])
         assert Told().hear(again[: place + 1]).hear(rest) == whole
-
-
-async def broken_off(bridge: RunningBridge, mark: str, count: int, **directions: Any) -> tuple[str, Events]:
-    """A stream whose caller leaves after so many events with an id, and wants to come back."""
-    payload = body(messages=script(mark=mark, **directions), **USAGE)
-    headers = {"X-Headrace-On-Disconnect": "continue"}
-    async with (
-        bridge.client() as client,
-        client.stream("POST", "/v1/chat/completions", json=payload, headers=headers) as response,
-    ):
-        return response.headers["x-request-id"], await some_events(response, count)
 
 
 async def test_a_caller_comes_back_twice_while_the_answer_grows(bridge: RunningBridge, other: RunningBridge) -> None:
@@ -227,73 +156,6 @@ async def test_a_queued_request_is_waited_for(bridge: RunningBridge, other: Runn
     await task
 
 
-# --- who may ----------------------------------------------------------------------------------------------------------
-
-
-async def test_nobody_gets_a_stream_by_a_foreign_or_forged_or_broken_id(
-    bridge: RunningBridge, other: RunningBridge
-) -> None:
-    response, events = await stream_events(bridge, body())
-    _, strangers = await stream_events(bridge, body())
-    request_id = response.headers["x-request-id"]
-    good = ids(events)[0]
-    strange = ids(strangers)[0]
-    assert (await resume(other, request_id, good))[0].status_code == 200
-    parts = good.split(":")
-    forged = [
-        ":".join([*parts[:2], str(int(parts[2]) + 1), *parts[3:]]),
-        ":".join([parts[0], str(int(parts[1]) ^ 1), *parts[2:]]),
-        ":".join([strange.split(":")[0], *parts[1:]]),
-        good[:-1] + ("A" if good[-1] != "A" else "B"),
-        ":".join([*parts[:3], "AAAA", parts[4]]),
-    ]
-    for event_id in forged:
-        refused, _ = await resume(other, request_id, event_id)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
-    for event_id in ("x", "a:b:c:d:e", ":", f"{request_id}:1", "é:::: ".strip(), "x" * 9000):
-        refused, _ = await resume(other, request_id, None, last_event_id=event_id)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")
-    mixed, _ = await resume(other, request_id, strange)
-    assert (mixed.status_code, mixed.json()["error"]["param"]) == (400, "last_event_id")
-    foreign, _ = await resume(other, request_id, good, key=OTHER)
-    unknown, _ = await resume(other, request_id, forged[0], key=OTHER)
-    assert foreign.status_code == 404
-    assert foreign.json() == unknown.json()
-
-
-async def test_nobody_gets_a_foreign_or_unknown_stream_from_its_beginning(
-    bridge: RunningBridge, other: RunningBridge
-) -> None:
-    response, _ = await stream_events(bridge, body())
-    request_id = response.headers["x-request-id"]
-    foreign, _ = await resume(other, request_id, key=OTHER)
-    unknown, _ = await resume(other, "01890a5d-ac96-774b-bcce-b302099a8057")
-    nonsense, _ = await resume(other, "zork")
-    for refused in (foreign, unknown, nonsense):
-        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
-        assert refused.json() == unknown.json()
-    assert (await resume(other, request_id, key="hr-nobody"))[0].status_code == 401
-
-
-async def test_what_is_not_understood_is_refused_by_name(bridge: RunningBridge) -> None:
-    response, _ = await stream_events(bridge, body())
-    request_id = response.headers["x-request-id"]
-    for name, value in (("format", "xml"), ("include_usage", "perhaps"), ("zork", "1")):
-        refused, _ = await resume(bridge, request_id, None, None, None, **{name: value})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
-    header = "X-Headrace-On-Disconnect"
-    async with bridge.client() as client:
-        for call in (
-            client.post("/v1/chat/completions", json=body(), headers={header: "perhaps"}),
-            client.get(f"/v1/streams/{request_id}", headers={header: "perhaps"}),
-        ):
-            refused = await call
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, header)
-
-
-# --- leaving ----------------------------------------------------------------------------------------------------------
-
-
 async def test_a_resumed_stream_is_cancelled_only_when_its_caller_says_so(
     bridge: RunningBridge, other: RunningBridge
 ) -> None:
@@ -315,118 +177,12 @@ async def test_a_resumed_stream_is_cancelled_only_when_its_caller_says_so(
             assert request_id not in bridge.responder.cancelled
 
 
-# --- what tokens no longer holds ---------------------------------------------------------------------------------------
-
-
-async def trim(bridge: RunningBridge) -> None:
-    """As retention does: everything now in the bridge's partition goes."""
-    partition = TopicPartition(TOKENS, await reply_partition(bridge.settings.kafka, bridge.settings.instance))
-    consumer, admin = make_consumer(bridge.settings.kafka), make_admin(bridge.settings.kafka)
-    await consumer.start()
-    await admin.start()
-    end = (await consumer.end_offsets([partition]))[partition]
-    await admin.delete_records({partition: RecordsToDelete(before_offset=end)})
-    await consumer.stop()
-    await admin.close()
-
-
-async def answer(bridge: RunningBridge, answered: InferenceAnswered) -> None:
-    producer = EventProducer(bridge.settings.kafka, "resume-tests")
-    await producer.start()
-    await producer.send_and_wait(ANSWERS, answered, key=answered.request_id)
-    await producer.stop()
-
-
-async def test_after_the_retention_of_tokens_the_rest_comes_from_the_answer(
+async def test_an_answer_to_several_prompts_has_no_ids_and_is_named_by_its_first(
     bridge: RunningBridge, other: RunningBridge
 ) -> None:
-    texts, tail = ["Dé", "n", "👋🏽", " x"], "!"
-    payload = body(messages=script(tokens=texts, tail=tail, gap_ms=10), n=2, logprobs=True, **USAGE)
-    request_id, events = await ask(other, "/v1/chat/completions", payload)
-    whole = Told().hear(events)
-    logprobs = tuple(TokenLogprob(0, text.encode(), -0.5) for text in texts)
-    choices = tuple(ChoiceAnswer(i, tuple(range(4)), "".join(texts) + tail, "stop", None, logprobs) for i in range(2))
-    where = (request_id, TENANT, MODEL, VERSION, "interactive")
-    await trim(other)
-    place = ids(events)[0]
-    gone, _ = await resume(bridge, request_id, place)
-    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "not_found")
-    await answer(bridge, InferenceAnswered(*where, choices, Usage(7, 8, 3)))
-    for door in (bridge, other):
-        for i, (event_id, _) in enumerate(events):
-            if event_id is not None:
-                _, rest = await resume(door, request_id, event_id)
-                assert Told().hear(events[: i + 1]).hear(rest) == whole
-        _, again = await resume(door, request_id, include_usage=True)
-        assert Told().hear(again) == whole
-        last = ids(again)[-1]
-        _, nothing = await resume(door, request_id, last)
-        assert Told().hear(nothing).texts == {}
-        assert (len(Told().hear(nothing).usages), nothing[-1]) == (1, DONE)
-
-
-async def test_a_failed_answer_is_kept_as_failed(bridge: RunningBridge, other: RunningBridge) -> None:
-    messages = script(tokens=["a", "b", "c"], fail="engine_error", fail_after=2, gap_ms=60)
-    response, events = await stream_events(other, body(messages=messages))
-    request_id = response.headers["x-request-id"]
-    await trim(other)
-    choices = (ChoiceAnswer(0, (0, 1), "ab", "error"),)
-    where = (request_id, TENANT, MODEL, VERSION, "interactive")
-    await answer(bridge, InferenceAnswered(*where, choices, Usage(7, 2), "engine_error", "broke"))
-    place = ids(events)[0]
-    _, rest = await resume(bridge, request_id, place)
-    assert Told().hear([*events[:2], *rest[:-1]]).texts == {0: "ab"}
-    assert json.loads(rest[-1][1])["error"] == {**json.loads(rest[-1][1])["error"], "code": "engine_error"}
-    last = rest[0][0]
-    failed, _ = await resume(bridge, request_id, last)
-    assert (failed.status_code, failed.json()["error"]["message"]) == (500, "broke")
-
-
-# --- sockets ----------------------------------------------------------------------------------------------------------
-
-
-async def test_a_socket_resumes_too(bridge: RunningBridge, other: RunningBridge) -> None:
-    async with calling(bridge) as caller:
-        payload = {"messages": script(tokens=["a", "b", "c", "d"], gap_ms=40), "n": 2}
-        message = {"id": "a", "endpoint": "chat.completions", "on_disconnect": "continue"}
-        await caller.say(type="request", body={"model": MODEL, **payload, **USAGE}, **message)
-        heard = [await caller.hear() for _ in range(6)]
-    request_id = heard[0]["request_id"]
-    last = [message["event_id"] for message in heard if "event_id" in message][-1]
-    async with calling(other) as caller:
-        await caller.say(type="resume", id="b", request_id=request_id, last_event_id=last)
-        rest = (await caller.until_ended("b"))["b"]
-        await caller.say(type="resume", id="c", request_id=request_id, include_usage=True)
-        again = (await caller.until_ended("c"))["c"]
-    assert rest[0] == {"type": "started", "id": "b", "request_id": request_id}
-
-    def told(*parts: list[dict[str, Any]]) -> Told:
-        chunks = [message for part in parts for message in part if message["type"] == "chunk"]
-        return Told().hear([(None, json.dumps(chunk["data"])) for chunk in chunks])
-
-    assert told(heard, rest) == told(again)
-    assert told(again).texts == {0: "abcd", 1: "abcd"}
-    assert request_id not in bridge.responder.cancelled
-
-
-async def test_a_socket_refuses_what_http_refuses(bridge: RunningBridge) -> None:
-    async with calling(bridge) as caller:
-        await caller.say(type="resume", id="a", request_id="01890a5d-ac96-774b-bcce-b302099a8057")
-        assert (await caller.hear())["error"]["code"] == "not_found"
-        for field_name, value in (
-            ("request_id", 1),
-            ("last_event_id", 1),
-            ("last_event_id", "x"),
-            ("format", []),
-            ("include_usage", {}),
-            ("on_disconnect", []),
-        ):
-            good = {"request_id": "01890a5d-ac96-774b-bcce-b302099a8057"}
-            await caller.say(type="resume", id="a", **{**good, field_name: value})
-            assert (await caller.hear())["error"]["param"] == field_name
-
-
-async def test_an_answer_to_several_prompts_has_no_ids(bridge: RunningBridge) -> None:
-    _, events = await ask(bridge, "/v1/completions", {"model": MODEL, "stream": True, "prompt": ["ab", "cd"]})
+    request_id, events = await ask(bridge, "/v1/completions", {"model": MODEL, "stream": True, "prompt": ["ab", "cd"]})
     assert Told().hear(events).texts == {0: "ab", 1: "cd"}
     assert {event_id for event_id, _ in events} == {None}
+    for door in (bridge, other):
+        _, again = await resume(door, request_id, format="completion")
+        assert Told().hear(again).texts == {0: "ab"}

@@ -10,8 +10,25 @@ from typing import Any, cast
 
 import httpx
 
-Events = list[tuple[str | None, str]]
+Event = tuple[str | None, str]
 """Id and data; comments have no id and begin with a colon."""
+Events = list[Event]
+
+
+class Frames:
+    """Makes a stream's events of its lines, as they come."""
+
+    def __init__(self) -> None:
+        self._id: str | None = None
+
+    def take(self, line: str) -> Event | None:
+        """The event whose data the line is; None for every other line."""
+        if line.startswith("id: "):
+            self._id = line[4:]
+        if not line.startswith("data: "):
+            return None
+        event, self._id = (self._id, line[6:]), None
+        return event
 
 
 @dataclass
@@ -56,16 +73,13 @@ def _tokens(logprobs: dict[str, Any]) -> list[Any]:
 async def some_events(response: httpx.Response, count: int) -> Events:
     """A stream's events up to the last of so many with an id; the rest is left unread."""
     events: Events = []
-    event_id = None
+    frames = Frames()
     lines = cast(AsyncGenerator[str], response.aiter_lines())
     async with aclosing(lines):
         async for line in lines:
-            if line.startswith("id: "):
-                event_id = line[4:]
-            elif line.startswith("data: "):
-                events.append((event_id, line[6:]))
-                count -= event_id is not None
-                event_id = None
+            if (event := frames.take(line)) is not None:
+                events.append(event)
+                count -= event[0] is not None
                 if count == 0:
                     break
     return events
