@@ -105,7 +105,9 @@ class TakeOver:
         for work in works:
             reply = work.scheduled.reply
             tp = TopicPartition(reply.topic, reply.partition)
-            since[tp] = min(since.get(tp, work.timestamp_ms), work.timestamp_ms)
+            # Not the record's own time: admission may have written it again, after the stream of the first one had begun.
+            asked_ms = min(work.timestamp_ms, work.scheduled.requested_ms)
+            since[tp] = min(since.get(tp, asked_ms), asked_ms)
             wanted[tp, work.scheduled.request_id] = Reading()
         self._reader.assign(list(since))
         starts = await self._reader.offsets_for_times(

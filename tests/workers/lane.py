@@ -118,7 +118,7 @@ class Lane:
         reply = more.pop("reply", Reply(TOKENS, sum(rid.encode()) % PARTITIONS))
         event = InferenceScheduled(
             rid, more.pop("tenant", "acme"), self.version.model, self.version.version, tier, tuple(text.encode()), sampling, now_ms + timeout_ms,
-            now_ms, reply, "salt", more.pop("stream", True),
+            more.pop("requested_ms", now_ms), reply, "salt", more.pop("stream", True),
         )  # fmt: skip
         await self.producer.send_and_wait(self.topic(tier), event, partition=partition, key=rid, **more)
         return rid

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,7 @@ from schemas.codec import Codec
 from schemas.events import (
     Attempt,
     GenerationReleased,
+    GenerationStarted,
     GenerationTakenOver,
     InferenceCompleted,
     InferenceFailed,
@@ -33,9 +36,11 @@ from schemas.events import (
     Sampling,
     TokensGenerated,
 )
+from schemas.ids import request_id
 from schemas.topics import DEAD_LETTERS, TOKENS
 from tests.workers.lane import Lane, Read, open_lane
 from workers.engines.scripted import EXIT_STATUS
+from workers.takeover import CLOCK_SKEW_MS
 
 SLOW: dict[str, Any] = {"tokens": ["Wasser ", "läuft ", "🙂 "], "repeat": 40, "token_ms": 50}
 SLOW_TEXT = "Wasser läuft 🙂 " * 40
@@ -283,3 +288,34 @@ async def test_a_worker_that_drains_outlasts_a_short_absence_of_the_broker(tmp_p
                 (read,) = await lane.until_closed(rid)
     check_whole(read, SLOW_TEXT)
     assert read.state.failures == 0
+
+
+async def test_a_record_written_again_is_taken_over_from_the_stream_of_the_first(kafka: KafkaSettings) -> None:
+    async with open_lane(kafka) as lane:
+        async with lane.worker():
+            pass  # the group's first member knows that nobody was before it
+        asked_ms = int(time.time() * 1000)
+        rid = request_id(asked_ms, secrets.token_bytes(10))
+        reply, attempt = Reply(TOKENS, 3), Attempt(1, 1)
+        who = (rid, "acme", lane.version.model, lane.version.version, "interactive")
+        for event in (
+            GenerationStarted(*who, attempt, (0,), 5, "other"),
+            TokensGenerated(rid, 0, attempt, 0, tuple(b"hel"), "hel"),
+        ):
+            await lane.producer.send_and_wait(TOKENS, event, partition=reply.partition, key=rid)
+        await asyncio.sleep(2 * CLOCK_SKEW_MS / 1000)
+        async with lane.worker():
+            await lane.ask({"tokens": ["hello", " world"]}, rid=rid, reply=reply, requested_ms=asked_ms)
+            (read,) = await lane.until_closed(rid)
+    assert read.text == "hello world"
+
+
+async def test_a_record_that_is_left_to_a_newer_owner_holds_no_offset(kafka: KafkaSettings) -> None:
+    async with open_lane(kafka) as lane, lane.worker():
+        rid = request_id(int(time.time() * 1000), secrets.token_bytes(10))
+        who = (rid, "acme", lane.version.model, lane.version.version, "interactive")
+        newer = GenerationTakenOver(*who, Attempt(10**6, 1), "other")
+        await lane.producer.send_and_wait(TOKENS, newer, partition=3, key=rid)
+        await lane.ask("nobody asks for this one", rid=rid, reply=Reply(TOKENS, 3))
+        others = [await lane.ask(f"{number}") for number in range(100)]
+        await lane.until_closed(*others)
