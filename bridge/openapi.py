@@ -50,6 +50,11 @@ send `{"type": "request", "id": "a", "endpoint": "chat.completions", "body": {�
 `{"type": "resume", "id": "a", "request_id": …, "last_event_id": …}` and `{"type": "cancel", "id": "a"}`;
 get `started`, `chunk`, and `done` or `error`.
 """
+_EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
+    ChatRequest: {"model": "smollm2", "messages": [{"role": "user", "content": "Name three rivers."}]},
+    CompletionRequest: {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 16},
+}
+"""What the page offers to try. Without these it would make up a body with every field there is."""
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -93,7 +98,7 @@ def _resume() -> dict[str, Any]:
     replay = "Without an event's id, which tells it:"
     return {
         "summary": "Resume a stream, or replay it",
-        "description": "An answer to several prompts can't be resumed: its events have no ids.",
+        "description": "An answer to several prompts can't be resumed: its events have no ids, and its `X-Request-Id` names the first alone.",
         "parameters": [
             _parameter("stream", "path", "`X-Request-Id` of the call, or the `id` of its chunks.", type="string"),
             _parameter("Last-Event-ID", "header", place, type="string"),
@@ -129,7 +134,10 @@ def _call(summary: str, body: type[BaseModel], whole: type[BaseModel], chunk: ty
         "summary": summary,
         "description": " ".join((body.__doc__ or "").split()),
         "parameters": [header, _ON_DISCONNECT],
-        "requestBody": {"required": True, "content": _content(body)},
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {**_content(body)["application/json"], "example": _EXAMPLES[body]}},
+        },
         "responses": {"200": answer, **_errors(*_ERRORS)},
     }
 
