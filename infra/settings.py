@@ -275,5 +275,5 @@ class BridgeSettings(ProcessSettings):
     reader_stall_ms: int = 30_000
     socket_requests_max: int = 64
     open_requests_max: int = 10_000
-    drain_ms: int = 30_000
+    drain_ms: int = 10_000
     cors_origins: tuple[str, ...] = ()
