@@ -116,7 +116,7 @@ class Job:
             return self._stopped.value
         self._answer.start(self._plan.totals, self._queue_ms)
         if self._plan.action is Action.POISONED:
-            return await self._fail(Reason.POISONED, self._plan.detail)
+            return await self._fail(Reason.POISONED, f"{Reason.POISONED.text} {self._plan.detail}.")
         if self._plan.action is Action.LOST:
             return await self._fail(Reason.WORKER_LOST, f"{Reason.WORKER_LOST.text} {self._plan.detail.capitalize()}.")
         if self._fenced:
