@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -131,6 +132,8 @@ async def _demo(stack: Stack, out: Console) -> str | None:
 
 def show_addresses(stack: Stack, out: Console, request_id: str | None) -> None:
     """Where everything is, and what to try next."""
+    from cli.demo import MAX_TOKENS
+
     directory = stack.options.data_dir
     places = table("what", "where")
     places.add_row("front door", f"{stack.url}/v1 (OpenAI's API), {stack.url}/docs (its description)")
@@ -141,8 +144,15 @@ def show_addresses(stack: Stack, out: Console, request_id: str | None) -> None:
         places.add_row(f"metrics of {name}", f"http://127.0.0.1:{port}/metrics")
     out.print(places)
     command = command_name(directory)
-    model = stack.options.models[0].name
-    body = f'{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Name three rivers."}}]}}'
+    body = json.dumps(
+        {
+            "model": stack.options.models[0].name,
+            "stream": True,
+            "max_tokens": MAX_TOKENS,  # a small model may find no end by itself
+            "temperature": 0,
+            "messages": [{"role": "user", "content": "Name three rivers."}],
+        }
+    )
     out.print("Try, in another terminal:", style="bold")
     for line in (
         f"{command} chat",
