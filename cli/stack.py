@@ -73,7 +73,10 @@ class StackOptions:
 
 
 class Stack:
-    """Starts everything, and stops it. Drive it from the main thread's event loop."""
+    """Starts everything, and stops it. Drive it from the main thread's event loop.
+
+    `started` tells whether anything was begun that there is to stop.
+    """
 
     def __init__(self, options: StackOptions, board: Board) -> None:
         """Starts nothing."""
@@ -83,6 +86,7 @@ class Stack:
         self.kafka = options.kafka or KafkaSettings(f"127.0.0.1:{options.kafka_port}")
         self.key = ""
         self.ops_ports: dict[str, int] = {}
+        self.started = False
         self._broker: EmbeddedKafka | None = None
         self._threads: list[asyncio.Task[object]] = []
         self._claimed = False
@@ -99,6 +103,7 @@ class Stack:
         self.supervisor.claim()
         self._claimed = True
         self._check_ports()
+        self.started = True
         beat = asyncio.create_task(self._beat())
         try:
             async with asyncio.TaskGroup() as group:

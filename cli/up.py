@@ -112,9 +112,11 @@ async def _run(stack: Stack, out: Console, *, demo: bool, once: bool) -> int:
         await stack.keep()
         return 0
     finally:
-        out.print("headrace: stopping everything (Ctrl-C again kills)", style="dim")
+        if stack.started:
+            out.print("headrace: stopping everything (Ctrl-C again kills)", style="dim")
         await stack.stop()
-        out.print("headrace: stopped", style="dim")
+        if stack.started:
+            out.print("headrace: stopped", style="dim")
 
 
 async def _demo(stack: Stack, out: Console) -> str | None:
