@@ -4,86 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import secrets
-import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import pytest
 
-from infra.directory import WorkerDirectory
 from schemas.topics import INLINE_MAX_BYTES
-from tests.system.audit import Audit, Mark, Story
-from tests.system.fixtures_models import NARROW, WIDE
+from tests.system.asking import BOTH, CHAT, COMPLETIONS, STREAMED, Answer, assert_served, body_of, call
+from tests.system.audit import Audit, Mark
+from tests.system.fixtures_models import WIDE
 from tests.system.running import MODEL, RunningStack, script
 
 pytestmark = pytest.mark.timeout(180)
-CHAT, COMPLETIONS = "chat/completions", "completions"
 CONTEXT = 4096
-BOTH = pytest.mark.parametrize("endpoint", [CHAT, COMPLETIONS])
-STREAMED = pytest.mark.parametrize("stream", [True, False])
-
-
-def body_of(endpoint: str, content: Any, model: str = MODEL, **options: Any) -> dict[str, Any]:
-    asked = {"messages": [{"role": "user", "content": content}]} if endpoint == CHAT else {"prompt": content}
-    return {"model": model, **asked, **options}
-
-
-@dataclass
-class Answer:
-    """What came over HTTP, streamed or whole. `texts` and `ends` by choice; `chunks` are a stream's objects."""
-
-    status: int
-    texts: dict[int, str] = field(default_factory=dict)
-    ends: dict[int, str] = field(default_factory=dict)
-    usages: list[dict[str, Any]] = field(default_factory=list)
-    error: dict[str, Any] | None = None
-    chunks: list[dict[str, Any]] = field(default_factory=list)
-    finished: bool = False
-    content_type: str = ""
-
-    def take(self, item: dict[str, Any]) -> None:
-        self.error = item.get("error") or self.error
-        if item.get("usage") is not None:
-            self.usages.append(item["usage"])
-        for choice in item.get("choices", ()):
-            index = choice["index"]
-            said = choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
-            assert "�" not in said
-            self.texts[index] = self.texts.get(index, "") + said
-            if choice["finish_reason"] is not None:
-                self.ends[index] = choice["finish_reason"]
-
-
-def call(stack: RunningStack, endpoint: str, body: dict[str, Any] | bytes, tenant: str = "acme") -> Answer:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    with (
-        stack.http(tenant) as client,
-        client.stream(
-            "POST", f"/v1/{endpoint}", content=content, headers={"content-type": "application/json"}
-        ) as response,
-    ):
-        answer = Answer(response.status_code, content_type=response.headers.get("content-type", ""))
-        if not answer.content_type.startswith("text/event-stream"):
-            answer.take(json.loads(response.read()))
-            return answer
-        for line in response.iter_lines():
-            if line == "data: [DONE]":
-                answer.finished = True
-            elif line.startswith("data: "):
-                assert not answer.finished
-                answer.chunks.append(json.loads(line.removeprefix("data: ")))
-                answer.take(answer.chunks[-1])
-    return answer
-
-
-def assert_served(stack: RunningStack, model: str = MODEL) -> None:
-    answer = call(stack, CHAT, body_of(CHAT, "ordinary", model))
-    assert answer.texts == {0: "ordinary"}, answer
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -301,125 +234,3 @@ def test_an_answer_larger_than_a_record_arrives_whole_or_fails_quickly(
         assert answer.error["code"] in ("answer_too_large", "slow_reader")
     audit.settled(scripted=False)
     assert_served(stack, WIDE)
-
-
-# --- callers who leave -----------------------------------------------------------------------------------------------
-
-
-class Caller:
-    """A caller in a thread, whose socket can be closed at any time."""
-
-    def __init__(self, stack: RunningStack, endpoint: str, model: str, *, stream: bool, **directions: Any) -> None:
-        self.mark = secrets.token_hex(8)
-        content = script(mark=self.mark, **directions)
-        self._body = body_of(endpoint, content, model, stream=stream, max_tokens=2000)
-        self._client = stack.http()
-        self._request = self._client.build_request("POST", f"/v1/{endpoint}", json=self._body)
-        self.lines = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._stream = stream
-        self._loop_stop = threading.Event()
-        self._stack = stack
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            response = self._client.send(self._request, stream=True)
-            for line in response.iter_lines():
-                self.lines += line.startswith("data: ")
-        except (httpx.HTTPError, httpx.StreamError, OSError, RuntimeError):
-            return
-
-    def close(self) -> None:
-        """Closes the socket, whatever the thread waits for."""
-        for connection in self._client._transport._pool.connections:  # type: ignore[attr-defined]
-            sock = connection._connection._network_stream.get_extra_info("socket")
-            sock.shutdown(2)
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-        self._client.close()
-
-
-def story_of(audit: Audit, caller: Caller) -> Story | None:
-    for story in audit.stories().values():
-        asked = story.asked
-        if asked is not None and caller.mark in (
-            asked.prompt or (asked.messages[-1].content if asked.messages else "")
-        ):
-            return story
-    return None
-
-
-def running(stack: RunningStack, model: str) -> int:
-    """How many requests the model's worker says it runs."""
-
-    async def look() -> int:
-        directory = WorkerDirectory(stack.kafka)
-        await directory.start()
-        try:
-            return max(directory.serving(model, "1"), key=lambda seen: seen.seen_ms).report.running
-        finally:
-            await directory.stop()
-
-    return stack.thread.run(look())
-
-
-@pytest.fixture
-def audit(stack: RunningStack, narrow: str) -> Iterator[Audit]:
-    yield Audit(stack)
-    stack.until(lambda: running(stack, narrow) == 0)
-
-
-@BOTH
-@STREAMED
-def test_a_caller_who_leaves_frees_the_only_slot(
-    stack: RunningStack, audit: Audit, endpoint: str, stream: bool
-) -> None:
-    caller = Caller(stack, endpoint, NARROW, stream=stream, tokens=["x"], repeat=4000, token_ms=15)
-    stack.until(lambda: caller.lines >= 3 if stream else running(stack, NARROW) == 1)
-    caller.close()
-    closed_s = time.monotonic()
-    assert_served(stack, NARROW)  # there is one slot: it is free again
-    assert time.monotonic() - closed_s < 15  # far less than the minute that the answer takes
-    story = stack.until(lambda: (found := story_of(audit, caller)) and found.endings and found)
-    assert story.endings[0][:2] == ("failed", "cancelled")
-    assert story.endings[0][2] < 1500
-
-
-@BOTH
-@STREAMED
-def test_a_caller_who_leaves_while_queued_never_runs(
-    stack: RunningStack, audit: Audit, endpoint: str, stream: bool
-) -> None:
-    first = Caller(stack, CHAT, NARROW, stream=True, tokens=["x"], repeat=4000, token_ms=15)
-    stack.until(lambda: first.lines >= 3)
-    queued = Caller(stack, endpoint, NARROW, stream=stream, tokens=["y"], repeat=10)
-    stack.until(lambda: (found := story_of(audit, queued)) and found.admitted)
-    queued.close()
-    story = stack.until(lambda: (found := story_of(audit, queued)) and found.endings and found)
-    assert story.endings[0][:2] == ("failed", "cancelled")
-    first.close()
-    assert_served(stack, NARROW)
-    story = story_of(audit, queued)
-    assert story is not None
-    assert (story.attempts, story.text) == (set(), "")
-    assert set(story.endings) == {("failed", "cancelled", 0)}
-
-
-def test_a_call_whose_deadline_passes_in_the_queue_is_refused_then_and_never_runs(
-    stack: RunningStack, audit: Audit
-) -> None:
-    first = Caller(stack, CHAT, NARROW, stream=True, tokens=["x"], repeat=4000, token_ms=15)
-    stack.until(lambda: first.lines >= 3)
-    began_s = time.monotonic()
-    late = call(stack, CHAT, body_of(CHAT, "too late", NARROW, timeout=1))
-    assert (late.status, late.error and late.error["code"]) == (504, "deadline_exceeded")
-    assert time.monotonic() - began_s < 10
-    first.close()
-    assert_served(stack, NARROW)
-    story = next(
-        found
-        for found in audit.stories().values()
-        if found.asked and found.asked.messages and found.asked.messages[-1].content == "too late"
-    )
-    assert (story.attempts, set(story.endings)) == (set(), {("failed", "deadline_exceeded", 0)})
