@@ -86,11 +86,12 @@ def build(request_id: str, records: Sequence[Read]) -> Timeline:
     """The timeline of a request's records, which are in order of time; at least one."""
     start_ms = _first(records, InferenceRequested) or records[0].timestamp_ms
     counted, state = _fold(records)
+    precautions = _precautions(records)
     steps = tuple(
         Step(
             item,
             item.timestamp_ms - start_ms,
-            describe(item),
+            describe(item, begun=_place(item) not in precautions),
             counted.get(_place(item)),
             tuple(getattr(item.event, "decisions", ())),
         )
@@ -111,6 +112,17 @@ def _fold(records: Iterable[Read]) -> tuple[dict[tuple[str, int, int], bool], St
         if isinstance(item.event, Input):
             state, counted[_place(item)] = fold(state, item.event)
     return counted, state
+
+
+def _precautions(records: Iterable[Read]) -> set[tuple[str, int, int]]:
+    """The takeovers of what nobody had begun: a worker fences all it may not have seen the end of, begun or not."""
+    found: set[tuple[str, int, int]] = set()
+    for item in sorted((r for r in records if is_tokens(r.topic)), key=_place):
+        if isinstance(item.event, GenerationStarted):
+            break
+        if isinstance(item.event, GenerationTakenOver):
+            found.add(_place(item))
+    return found
 
 
 def _first(records: Iterable[Read], kind: type[Any]) -> int | None:
@@ -174,8 +186,8 @@ def _between(start: int | None, end: int | None) -> int | None:
     return None if start is None or end is None else end - start
 
 
-def describe(item: Read) -> str:
-    """What a record says, in a few words."""
+def describe(item: Read, *, begun: bool = True) -> str:
+    """What a record says, in a few words. `begun` tells of a takeover whether an attempt came before it."""
     match item.event:
         case InferenceRequested() as event:
             asked = event.messages[-1].content if event.messages else event.prompt
@@ -195,10 +207,10 @@ def describe(item: Read) -> str:
         case None:
             return item.problem or ""
         case _:
-            return _describe_stream(item)
+            return _describe_stream(item, begun=begun)
 
 
-def _describe_stream(item: Read) -> str:
+def _describe_stream(item: Read, *, begun: bool) -> str:
     match item.event:
         case GenerationStarted() as event:
             going_on = (
@@ -206,7 +218,8 @@ def _describe_stream(item: Read) -> str:
             )
             return f"attempt {_attempt(event.attempt)} by {event.worker_id}, waited {event.queue_ms:.1f} ms{going_on}"
         case GenerationTakenOver() as event:
-            return f"attempt {_attempt(event.attempt)} by {event.worker_id}"
+            why = "" if begun else "; a precaution after a restart: nobody had begun it"
+            return f"attempt {_attempt(event.attempt)} by {event.worker_id}{why}"
         case GenerationReleased() as event:
             return f"attempt {_attempt(event.attempt)} of {event.worker_id} given up unharmed"
         case TokensGenerated() as event:

@@ -98,6 +98,18 @@ def test_what_a_former_owner_still_sends_is_shown_as_ignored() -> None:
     assert "going on after 1 tokens" in told.steps[6].detail
 
 
+def test_a_takeover_of_what_nobody_had_begun_is_told_as_a_precaution() -> None:
+    log = Log()
+    asked(log)
+    log.write(1_020, "tokens", GenerationTakenOver(ID, *NAMES, FIRST, "w1"))
+    log.write(1_030, "tokens", started(FIRST))
+    log.write(1_040, "tokens", chunk(FIRST, 0))
+    log.write(1_050, "tokens", GenerationTakenOver(ID, *NAMES, SECOND, "w2"))
+    told = build(ID, log.records)
+    assert told.steps[2].detail == "attempt 1.1 by w1; a precaution after a restart: nobody had begun it"
+    assert told.steps[5].detail == "attempt 2.1 by w2"
+
+
 def test_a_refusal_says_why() -> None:
     log = Log()
     log.write(1_000, "requests.interactive", InferenceRequested(ID, "nobody", prompt="x"))
