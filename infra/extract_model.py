@@ -8,6 +8,7 @@ A program of its own, because it imports torch, and because its memory goes back
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -39,4 +40,5 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C reaches it too: it ends without a traceback
     extract(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -150,3 +152,13 @@ def test_the_module_needs_no_torch() -> None:
 
     code = "import sys, infra.artifacts; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_conversion_that_is_interrupted_ends_without_a_word(tmp_path: Path):
+    argv = [sys.executable, "-m", "infra.extract_model", str(tmp_path / "x.gguf"), str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading the model library\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == ""
+    assert process.returncode == -signal.SIGINT
