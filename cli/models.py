@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.context import console, data_dir, kafka_settings, print_json, run_async, table
-from cli.registry import Models, now_ms, read_models, write
+from cli.registry import Models, count_workers, now_ms, read_models, write
 from schemas.errors import HeadraceError
 from schemas.events import Event, ModelPromoted, ModelVersionRegistered
 from schemas.reasons import Reason
@@ -90,15 +90,23 @@ def register(path: Path, promote: bool, as_json: bool) -> None:
 def promote_(model: str, version: str) -> None:
     """Send requests for MODEL to VERSION from now on."""
 
-    async def work(settings: KafkaSettings) -> None:
+    async def work(settings: KafkaSettings) -> int:
         found = await read_models(settings)
         if (model, version) not in found.versions:
             known = ", ".join(f"{name} {number}" for name, number in sorted(found.versions)) or "none yet"
             raise HeadraceError(Reason.NOT_FOUND, f"{model} version {version} isn't registered; there are: {known}")
+        workers = await count_workers(settings, model, version)
         await write(settings, REGISTRY, (model, ModelPromoted(model, version)))
+        return workers
 
-    run_async(work(kafka_settings()))
+    workers = run_async(work(kafka_settings()))
     console().print(f"Requests for {model} go to version {version} now.")
+    if not workers:
+        console(stderr=True).print(
+            f"headrace: no worker serves {model} version {version} yet: requests wait until one does; "
+            f"start one with `headrace worker {model} {version}`",
+            markup=False,
+        )
 
 
 def version_of(entry: ModelEntry, directory: Path, say: Any) -> ModelVersionRegistered:

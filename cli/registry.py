@@ -21,6 +21,9 @@ KEY_RANDOM_BYTES = 24
 SALT_BYTES = 16
 KEYS_MAX = 100
 """Keys that one tenant may have, revoked ones included."""
+SILENT_MS = 30_000
+"""A worker that has reported nothing for so long counts as gone: they report every second or so."""
+SERVING = ("starting", "ready")
 DEFAULT_TIERS = (INTERACTIVE, BATCH)
 
 
@@ -54,6 +57,22 @@ async def read_models(settings: KafkaSettings) -> Models:
     await view.start()
     await view.stop()
     return models
+
+
+async def count_workers(settings: KafkaSettings, model: str, version: str) -> int:
+    """How many workers serve a version, or are starting to: those that have reported it lately and aren't leaving.
+
+    Raises HeadraceError (unavailable) if the topic `workers` can't be read.
+    """
+    from infra.directory import WorkerDirectory
+
+    directory = WorkerDirectory(settings)
+    await directory.start()
+    await directory.stop()
+    since_ms = now_ms() - SILENT_MS
+    return sum(
+        worker.seen_ms > since_ms and worker.report.state in SERVING for worker in directory.serving(model, version)
+    )
 
 
 async def read_tenants(settings: KafkaSettings) -> dict[str, TenantChanged]:

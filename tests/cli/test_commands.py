@@ -15,15 +15,15 @@ from click.testing import CliRunner, Result
 
 from cli.context import run_async
 from cli.main import cli
-from cli.registry import read_models, read_tenants
+from cli.registry import read_models, read_tenants, write
 from infra.grants import read as read_grant
 from infra.kafka import make_producer
 from infra.settings import KafkaSettings, grant_secret
 from infra.topics import ensure
 from schemas.codec import encode
 from schemas.errors import HeadraceError
-from schemas.events import InferenceCancelled
-from schemas.topics import TopicSpec
+from schemas.events import InferenceCancelled, WorkerReported
+from schemas.topics import WORKERS, TopicSpec
 
 pytestmark = pytest.mark.kafka
 Run = Callable[..., Result]
@@ -122,6 +122,27 @@ def test_models_are_registered_and_promoted(run: Run, kafka: KafkaSettings, tmp_
     before = len(found.versions)
     run("models", "register", "--file", str(path), "--no-promote")  # says nothing new, so writes nothing
     assert len(run_async(read_models(kafka)).versions) == before
+
+
+def test_a_promotion_says_when_no_worker_serves_the_version(run: Run, kafka: KafkaSettings, tmp_path: Path) -> None:
+    name = fresh("model")
+    path = tmp_path / "models.yaml"
+    entry = {"name": name, "version": "1", "engine": "scripted", "context_length": 100, "partitions": 1}
+    path.write_text(json.dumps({"models": [entry]}))
+    run("models", "register", "--file", str(path), "--no-promote")
+
+    def report(worker: str, state: str, version: str = "1") -> None:
+        event = WorkerReported(worker, name, version, state, (), 8, 0, 0)
+        run_async(write(kafka, WORKERS, (worker, event)))
+
+    told = f"no worker serves {name} version 1 yet: requests wait until one does; start one with `headrace worker {name} 1`"
+    for worker, state, version in (("gone", "stopped", "1"), ("leaving", "draining", "1"), ("other", "ready", "2")):
+        report(f"{worker}-{name}", state, version)
+    promoted = run("models", "promote", name, "1")
+    assert told in promoted.stderr
+    assert promoted.stdout == f"Requests for {name} go to version 1 now.\n"
+    report(f"here-{name}", "ready")
+    assert run("models", "promote", name, "1").stderr == ""
 
 
 def test_ensure_says_what_it_did(run: Run) -> None:
