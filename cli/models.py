@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from infra.models_file import ModelEntry
     from infra.settings import KafkaSettings
 
+Changes = dict[str, tuple[Any, Any]]
+"""What has changed in a version, by field: the former value and the present one."""
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
@@ -72,15 +75,19 @@ def register(path: Path, promote: bool, as_json: bool) -> None:
 
     entries = load(path)
     versions = [version_of(entry, data_dir(), lambda text: console(stderr=True).print(text)) for entry in entries]
-    run_async(register_versions(kafka_settings(), versions, promote=promote))
-    for version in versions:
+    changes = run_async(register_versions(kafka_settings(), versions, promote=promote))
+    for version, changed in zip(versions, changes, strict=True):
         if as_json:
-            print_json(
-                {"model": version.model, "version": version.version, "artifact": version.artifact, "promoted": promote}
-            )
-        else:
+            row = {"model": version.model, "version": version.version, "artifact": version.artifact}
+            print_json({**row, "promoted": promote, "changed": changed})
+            continue
+        name = f"{version.model} version {version.version}"
+        console().print(f"{name} is registered{' and promoted' if promote else ''}.")
+        if changed:
+            told = ", ".join(f"{field} {old} → {new}" for field, (old, new) in changed.items())
             console().print(
-                f"{version.model} version {version.version} is registered{' and promoted' if promote else ''}."
+                f"{name} was there already and has changed: {told}. Running workers keep what they were started with.",
+                markup=False,
             )
 
 
@@ -123,25 +130,31 @@ def version_of(entry: ModelEntry, directory: Path, say: Any) -> ModelVersionRegi
 
 async def register_versions(
     settings: KafkaSettings, versions: list[ModelVersionRegistered], *, promote: bool = True
-) -> None:
-    """Makes the versions' topics, then writes what isn't in the registry yet: topics exist before anybody looks for them."""
+) -> list[Changes]:
+    """Makes the versions' topics, then writes what isn't in the registry yet: topics exist before anybody looks for them.
+
+    Returns, for each version, what differs from an earlier registration of it.
+    """
     from infra.topics import ensure_model
 
     for version in versions:
         await ensure_model(settings, version)
     found = await read_models(settings)
     events: list[tuple[str, Event]] = []
+    changes: list[Changes] = []
     for version in versions:
-        if not _same(found.versions.get((version.model, version.version)), version):
+        old = found.versions.get((version.model, version.version))
+        changes.append({} if old is None else _differences(old, version))
+        if old is None or changes[-1]:
             events.append((version.model, version))
         if promote and found.stable.get(version.model) != version.version:
             events.append((version.model, ModelPromoted(version.model, version.version)))
     if events:
         await write(settings, REGISTRY, *events)
+    return changes
 
 
-def _same(old: ModelVersionRegistered | None, new: ModelVersionRegistered) -> bool:
-    """Whether a registration says nothing new: only its time differs."""
-    import dataclasses
-
-    return old is not None and dataclasses.replace(old, created_ms=new.created_ms) == new
+def _differences(old: ModelVersionRegistered, new: ModelVersionRegistered) -> Changes:
+    """What a registration says anew, by field: its former value and its present one. Its time is none of it."""
+    before, after = dataclasses.asdict(old), dataclasses.asdict(new)
+    return {name: (before[name], after[name]) for name in after if name != "created_ms" and before[name] != after[name]}

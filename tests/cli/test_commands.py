@@ -145,6 +145,28 @@ def test_a_promotion_says_when_no_worker_serves_the_version(run: Run, kafka: Kaf
     assert run("models", "promote", name, "1").stderr == ""
 
 
+def test_a_registration_says_what_it_changes(run: Run, kafka: KafkaSettings, tmp_path: Path) -> None:
+    name = fresh("model")
+    path = tmp_path / "models.yaml"
+    entry = {"name": name, "version": "1", "engine": "scripted", "context_length": 100, "partitions": 1, "slots": 32}
+    register = ("models", "register", "--file", str(path))
+
+    path.write_text(json.dumps({"models": [entry]}))
+    first = f"{name} version 1 is registered and promoted.\n"
+    assert run(*register).stdout == first
+    assert run(*register).stdout == first
+
+    path.write_text(json.dumps({"models": [entry | {"slots": 16, "context_length": 200}]}))
+    assert run(*register).stdout == (
+        f"{first}{name} version 1 was there already and has changed: context_length 100 → 200, slots 32 → 16. "
+        "Running workers keep what they were started with.\n"
+    )
+    path.write_text(json.dumps({"models": [entry | {"context_length": 200}]}))
+    (told,) = lines(run(*register, "--json"))
+    assert told["changed"] == {"slots": [16, 32]}
+    assert run_async(read_models(kafka)).versions[name, "1"].slots == 32
+
+
 def test_ensure_says_what_it_did(run: Run) -> None:
     run("topics", "ensure")  # other tests register versions and make no topics for them
     reports = lines(run("topics", "ensure", "--json"))
