@@ -125,9 +125,10 @@ async def ensure_all(settings: KafkaSettings, replication: int = 1) -> list[dict
         {
             "topic": r.name,
             "partitions": r.partitions,
-            "done": "; ".join((r.action, *r.changes)),
+            "done": "; ".join((r.action, *r.changes, *r.left)),
             "action": r.action,
             "changes": list(r.changes),
+            "left": list(r.left),
         }
         for r in reports
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
@@ -38,12 +38,13 @@ _DYNAMIC_TOPIC_CONFIG = 1  # Kafka protocol, DescribeConfigs: the topic's own se
 
 @dataclass(frozen=True, slots=True)
 class TopicReport:
-    """What was done to one topic: `created`, `corrected`, `grown` or `unchanged`, and in which respects."""
+    """What was done to one topic: `created`, `corrected`, `grown` or `unchanged`, in which respects, and what was left as it is."""
 
     name: str
     action: str
     partitions: int
     changes: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 def topic_config(spec: TopicSpec) -> dict[str, str]:
@@ -67,8 +68,8 @@ async def ensure(
     """Create the topics that are missing, correct the settings of the others, and return when all have leaders.
 
     A partition count that differs is an error, since it decides where keys go: HeadraceError (conflict) lists all of
-    them, once everything else is done. With `grow`, too few become enough. Other failures are HeadraceError too
-    (unavailable, permission_denied, invalid_request).
+    them, once everything else is done. With `grow`, too few become enough. Fewer replicas than `replication` stay as they
+    are, and the report says so. Other failures are HeadraceError too (unavailable, permission_denied, invalid_request).
     """
     wanted = {spec.name: spec for spec in specs}
     admin = make_admin(settings)
@@ -79,6 +80,9 @@ async def ensure(
         found = [name for name in wanted if name not in {report.name for report in reports}]
         existing = await _await_visible(admin, set(wanted))
         reports += await _correct(admin, [wanted[name] for name in found], existing, grow=grow)
+        if replication > 1 and found:
+            fewest = await _replicas(admin)
+            reports = [_with_replicas(report, fewest.get(report.name, replication), replication) for report in reports]
     except (KafkaError, TimeoutError, OSError) as error:
         raise HeadraceError(
             Reason.UNAVAILABLE,
@@ -141,6 +145,24 @@ async def _partitions(admin: AIOKafkaAdminClient) -> dict[str, int]:
         if not topic["error_code"] and leaders and all(leaders):
             counts[topic["topic"]] = len(leaders)
     return counts
+
+
+async def _replicas(admin: AIOKafkaAdminClient) -> dict[str, int]:
+    """Each topic's number of replicas: that of the partition with the fewest."""
+    return {
+        topic["topic"]: min(len(partition["replicas"]) for partition in topic["partitions"])
+        for topic in await admin.describe_topics()
+        if topic["partitions"]
+    }
+
+
+def _with_replicas(report: TopicReport, replicas: int, wanted: int) -> TopicReport:
+    """The report, which says so if there are too few: replicas are placed by Kafka's own tool, which moves data."""
+    if replicas >= wanted:
+        return report
+    count = "1 replica" if replicas == 1 else f"{replicas} replicas"
+    text = f"it has {count}, not {wanted}: this command can't change that, kafka-reassign-partitions.sh can"
+    return replace(report, left=(*report.left, text))
 
 
 async def _await_visible(admin: AIOKafkaAdminClient, names: set[str]) -> dict[str, int]:

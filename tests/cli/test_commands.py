@@ -173,6 +173,8 @@ def test_ensure_says_what_it_did(run: Run) -> None:
     assert {"tokens", "lifecycle", "registry"} <= {report["topic"] for report in reports}
     assert {report["action"] for report in reports} == {"unchanged"}
     assert "unchanged" in run("topics", "ensure").stdout
+    asked = {report["topic"]: report for report in lines(run("topics", "ensure", "--replication", "3", "--json"))}
+    assert asked["tokens"]["done"].startswith("unchanged; it has 1 replica, not 3: this command can't change that")
 
 
 async def _fill(kafka: KafkaSettings, topic: str) -> None:

@@ -65,6 +65,18 @@ async def test_a_topic_that_may_grow_grows(kafka: KafkaSettings):
     assert (await partition_counts(kafka))[before.name] == 3
 
 
+async def test_too_few_replicas_stay_and_are_told(kafka: KafkaSettings):
+    before = spec(2)
+    await ensure(kafka, [before])
+
+    [report] = await ensure(kafka, [before], replication=3)
+    [content] = await ensure(kafka, [before])
+
+    assert (report.action, report.changes) == ("unchanged", ())
+    assert report.left == ("it has 1 replica, not 3: this command can't change that, kafka-reassign-partitions.sh can",)
+    assert content.left == ()
+
+
 async def test_the_core_a_model_and_a_tenant_get_their_topics(kafka: KafkaSettings):
     version = ModelVersionRegistered(f"m.{uuid.uuid4().hex[:6]}", "1", "scripted", "", 100, partitions=2)
 
