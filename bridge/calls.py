@@ -267,9 +267,14 @@ class Call:
 
     # --- to the caller ------------------------------------------------------------------------------------------------
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the caller has taken most of what is pending, or nothing more will come."""
+        return self._pending_bytes <= self.pending_bytes_max // 2 or self.done
+
     async def room(self) -> None:
-        """Wait until the caller has taken most of what is pending, or nothing more will come."""
-        while self._pending_bytes > self.pending_bytes_max // 2 and not self.done:
+        """Wait until there is room."""
+        while not self.has_room:
             self._room.clear()
             await self._room.wait()
 

@@ -9,6 +9,7 @@ import structlog
 from aiokafka import TopicPartition
 
 from bridge.errors import unreachable
+from bridge.readers import begun
 from bridge.streams import Dispatcher
 from infra.log import EventDecoder
 from infra.settings import KafkaSettings
@@ -61,10 +62,11 @@ class Followers:
     async def _start(self, partition: TopicPartition) -> _Followed:
         dispatcher = Dispatcher(self._settings, partition.partition, self._decoder, partition.topic)
         found = _Followed(dispatcher)
+        starting = asyncio.create_task(dispatcher.start(), name="start following")
         try:
-            found.reading = await dispatcher.start()
+            found.reading = await asyncio.shield(starting)
         except BaseException:
-            await dispatcher.stop()
+            self._stop(dispatcher, starting)
             raise
         self._followed[partition] = found
 
@@ -72,7 +74,7 @@ class Followers:
             if self._followed.get(partition) is found:  # by an error: it wasn't stopped
                 _log.warning("a partition can't be followed", topic=partition.topic, partition=partition.partition)
                 dispatcher.fail(unreachable())
-                self._stop(partition)
+                self._drop(partition)
             if not task.cancelled():
                 task.exception()
 
@@ -86,15 +88,23 @@ class Followers:
             return
         found.users -= 1
         if found.users == 0:
-            self._stop(dispatcher.partition)
+            self._drop(dispatcher.partition)
 
-    def _stop(self, partition: TopicPartition) -> None:
-        task = asyncio.create_task(self._followed.pop(partition).dispatcher.stop(), name="stop following")
+    def _drop(self, partition: TopicPartition) -> None:
+        self._stop(self._followed.pop(partition).dispatcher)
+
+    def _stop(self, dispatcher: Dispatcher, starting: asyncio.Task[asyncio.Task[None]] | None = None) -> None:
+        async def stop() -> None:
+            if starting is not None:
+                await begun(starting)
+            await dispatcher.stop()
+
+        task = asyncio.create_task(stop(), name="stop following")
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
 
     async def stop(self) -> None:
         """Stop all but the bridge's own."""
         for partition in list(self._followed):
-            self._stop(partition)
+            self._drop(partition)
         await asyncio.gather(*self._stopping, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Finds one request in the log, and reads a stream from a place in it until it has caught up with those who follow its partition."""
+"""Finds one request in the log, and places in its partitions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from typing import cast
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.partitioner import DefaultPartitioner
 
-from bridge.calls import Leg
-from bridge.errors import unreachable
-from bridge.streams import Dispatcher, read_input
 from infra.kafka import partitions_of
 from infra.log import EventDecoder
 from schemas.errors import HeadraceError, Undecodable
@@ -38,15 +35,8 @@ YOUNG_S = 5.0
 """A request whose id is no older than this may be on its way: it is waited for,"""
 YOUNG_WAIT_S = 2.0
 """so long."""
-SHORT_WAIT_S = 5.0
-"""How long a log that ends before a place that was read once may take to be whole: a broker that starts anew shows all of it after a while."""
-SHORT_POLL_S = 0.2
 
 _partition_of = DefaultPartitioner()
-
-
-class Gone(Exception):
-    """The records from the place on are no longer in the partition. Never leaves this room."""
 
 
 async def verdict(
@@ -93,11 +83,13 @@ async def _find(
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     end = (await consumer.end_offsets([partition]))[partition]
-    await seek_to_time(consumer, partition, max(0, made_ms - CLOCK_MARGIN_MS))
+    start, _ = await offset_at(consumer, partition, max(0, made_ms - CLOCK_MARGIN_MS))
+    consumer.assign([partition])
+    consumer.seek(partition, start)
     while await consumer.position(partition) < end or loop.time() < began_s + search.wait_s:
         if loop.time() > began_s + SCAN_MAX_S:
             raise HeadraceError(Reason.UNAVAILABLE, "the log wasn't searched in time; try again", retry_after_ms=1000)
-        for record in await _poll(consumer, partition):
+        for record in await poll(consumer, partition):
             if record.timestamp > made_ms + search.within_ms:
                 return None
             event = await _about(decoder, record, search.request_id)
@@ -109,7 +101,7 @@ async def _find(
 async def _numbers(consumer: AIOKafkaConsumer, topic: str) -> list[int]:
     """A topic's partitions, whatever the consumer read before: with nothing assigned it learns of all topics."""
     if not consumer.partitions_for_topic(topic):
-        consumer.unsubscribe()
+        consumer.assign([])
     return await partitions_of(consumer, topic)
 
 
@@ -124,58 +116,27 @@ async def _about(decoder: EventDecoder, record: ConsumerRecord, request_id: str)
     return event if getattr(event, "request_id", None) == request_id else None
 
 
-async def seek_to_time(consumer: AIOKafkaConsumer, partition: TopicPartition, from_ms: int) -> bool:
-    """Read this partition from a time on. False if what was written then may be gone."""
-    consumer.assign([partition])
+async def offset_at(consumer: AIOKafkaConsumer, partition: TopicPartition, from_ms: int) -> tuple[int, bool]:
+    """The offset from which on all of a time and later is read, and whether that is whole: what was written then may be gone."""
+    await _numbers(consumer, partition.topic)
     begin = (await consumer.beginning_offsets([partition]))[partition]
     end = (await consumer.end_offsets([partition]))[partition]
     found = (await consumer.offsets_for_times({partition: from_ms}))[partition]
     start = end if found is None else found.offset  # nothing from that time on was there when `end` was
-    consumer.seek(partition, start)
-    return bool(begin == 0 or begin < start)
+    return start, bool(begin == 0 or begin < start)
 
 
-async def seek_to_offset(consumer: AIOKafkaConsumer, partition: TopicPartition, offset: int) -> None:
-    """Read this partition from an offset on. Raises Gone; HeadraceError (not_found) if the log doesn't reach so far."""
+async def span(consumer: AIOKafkaConsumer, partition: TopicPartition) -> tuple[int, int] | None:
+    """The partition's first offset and its end; None if there is no such partition."""
     if partition.partition not in await _numbers(consumer, partition.topic):
-        raise HeadraceError(Reason.NOT_FOUND, "there is no such stream")
-    consumer.assign([partition])
-    if offset < (await consumer.beginning_offsets([partition]))[partition]:
-        raise Gone
-    loop = asyncio.get_running_loop()
-    until_s = loop.time() + SHORT_WAIT_S
-    while offset > (await consumer.end_offsets([partition]))[partition]:
-        if loop.time() > until_s:
-            raise HeadraceError(Reason.NOT_FOUND, "there is no such stream")
-        await asyncio.sleep(SHORT_POLL_S)
-    consumer.seek(partition, offset)
+        return None
+    begin = (await consumer.beginning_offsets([partition]))[partition]
+    end = (await consumer.end_offsets([partition]))[partition]
+    return int(begin), int(end)
 
 
-async def catch_up(consumer: AIOKafkaConsumer, decoder: EventDecoder, leg: Leg, follower: Dispatcher) -> None:
-    """Feed a leg from where the consumer stands up to where the follower stands, then let the follower feed it.
-
-    Neither misses a record in between: that the reader has got so far and that the leg is registered is one step of the event loop.
-    Ends with the call, whose deadline bounds it.
-    """
-    partition, mark = follower.partition, leg.request_id.encode()
-    while True:
-        if leg.call.done:
-            return
-        if follower.ended:
-            raise unreachable()
-        position = await consumer.position(partition)
-        if position >= follower.position:
-            follower.register(leg)
-            return
-        for record in await _poll(consumer, partition):
-            if record.value and mark in record.value:
-                event = await read_input(decoder, record.value, partition, record.offset)
-                if event is not None and event.request_id == leg.request_id:
-                    await leg.call.room()
-                    leg.call.feed(leg, event, partition.partition, record.offset)
-
-
-async def _poll(consumer: AIOKafkaConsumer, partition: TopicPartition) -> list[ConsumerRecord]:
+async def poll(consumer: AIOKafkaConsumer, partition: TopicPartition) -> list[ConsumerRecord]:
+    """The next records of an assigned partition; none if none come for a while. Raises KafkaError."""
     batches = await consumer.getmany(partition, timeout_ms=POLL_MS, max_records=RECORDS_MAX)
     records: list[ConsumerRecord] = batches.get(partition, [])
     return records

@@ -9,24 +9,25 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import structlog
-from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError
 
 from bridge.calls import Call, Leg, Served
+from bridge.catching_up import CatchingUp
 from bridge.errors import rejection, unreachable
 from bridge.event_ids import PARAM, EventIds, Mark, Shape
 from bridge.followers import Followers
 from bridge.openai_chat import ChatRendering
 from bridge.openai_completions import CompletionRendering
+from bridge.readers import Gone, Readers
 from bridge.rendering import Rendering
-from bridge.replay import SKEW_MS, Gone, answer, catch_up, seek_to_offset, seek_to_time, verdict
+from bridge.replay import SKEW_MS, answer, offset_at, verdict
 from bridge.streams import Dispatcher
 from decisions.resume import rest
-from infra.kafka import make_consumer
 from infra.log import EventDecoder
 from infra.settings import BridgeSettings
 from schemas.errors import HeadraceError
@@ -36,7 +37,7 @@ from schemas.reasons import Reason
 from schemas.topics import HOUR_MS, INTERACTIVE
 
 READERS_MAX = 16
-"""Streams that are being caught up with at once; others wait their turn."""
+"""Searches for a request in `lifecycle` and `answers` at once; others wait their turn. Whoever comes back with an event's id needs none."""
 OPEN_MAX_S = 30.0
 """How long the caller waits for its turn and for its place to be found."""
 LONGEST_MS = 2 * HOUR_MS
@@ -80,9 +81,9 @@ class Resumes:
         self._decoder = decoder
         self._ids = ids
         self._followers = Followers(settings.kafka, own, decoder)
-        self._slots = asyncio.Semaphore(READERS_MAX)
+        self._readers = Readers(settings.kafka, READERS_MAX)
+        self.catching_up = CatchingUp(settings.kafka, decoder)
         self._open: set[Call] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         """How many resumed streams are open."""
@@ -92,7 +93,8 @@ class Resumes:
         """Stop reading for whoever is left."""
         for call in list(self._open):
             call.release()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.catching_up.stop()
+        await self._readers.stop()
         await self._followers.stop()
 
     def namer(self, shape: Shape, tenant: str, reply: Reply, answered: bool = False) -> Callable[[Leg], str]:
@@ -148,28 +150,16 @@ class Resumes:
         if mark is not None and mark.usage is not None:
             _restore(leg, mark, tenant)
             return Resumed(call, mark.shape)
-        async with AsyncExitStack() as stack:
-            consumer = await self._reader(stack)
-            if mark is None:
-                shape = await self._from_start(consumer, tenant, wish, leg)
-            else:
-                shape = mark.shape
-                await self._after(consumer, tenant, leg, mark)
-            if not call.done:
-                await self._follow(stack.pop_all(), consumer, leg, frees)
+        if mark is None:
+            shape, place, offset = await self._from_start(tenant, wish, leg)
+        else:
+            shape, place, offset = mark.shape, _place(mark.reply), mark.offset + 1
+            await self._after(place, offset, tenant, leg, mark)
+        if not call.done:
+            await self._follow(place, offset, leg, frees)
         return Resumed(call, shape)
 
-    async def _reader(self, stack: AsyncExitStack) -> AIOKafkaConsumer:
-        await self._slots.acquire()
-        stack.callback(self._slots.release)
-        consumer = make_consumer(
-            self._settings.kafka, auto_offset_reset="none"
-        )  # a place that has gone must not be skipped
-        stack.push_async_callback(consumer.stop)
-        await consumer.start()
-        return consumer
-
-    async def _after(self, consumer: AIOKafkaConsumer, tenant: str, leg: Leg, mark: Mark) -> None:
+    async def _after(self, place: TopicPartition, offset: int, tenant: str, leg: Leg, mark: Mark) -> None:
         """Stand right after a mark."""
         _restore(leg, mark, tenant)
         leg.call.reply = mark.reply
@@ -178,33 +168,34 @@ class Resumes:
         try:
             if mark.answered:
                 raise Gone
-            await seek_to_offset(consumer, TopicPartition(mark.reply.topic, mark.reply.partition), mark.offset + 1)
+            await self.catching_up.check(place, offset)
         except Gone:
-            found = await answer(consumer, self._decoder, leg.request_id, tenant)
+            async with self._readers.lend() as consumer:
+                found = await answer(consumer, self._decoder, leg.request_id, tenant)
             if found is None:
                 raise HeadraceError(Reason.NOT_FOUND, "the rest of this stream is no longer kept") from None
             self._show(leg, found, mark.shape, mark.reply)
 
-    async def _from_start(self, consumer: AIOKafkaConsumer, tenant: str, wish: Wish, leg: Leg) -> Shape:
-        """Stand at a request's beginning."""
-        admitted = await verdict(consumer, self._decoder, wish.request_id, tenant)
-        if admitted is None:
-            raise HeadraceError(Reason.NOT_FOUND, "there is no such stream")
-        if isinstance(admitted, InferenceRejected):
-            raise rejection(admitted)
-        shape, reply = Shape(wish.completions, wish.include_usage, admitted.model), admitted.reply
-        leg.call.reply = reply
-        leg.call.name = self.namer(shape, tenant, reply)
-        place, from_ms = TopicPartition(reply.topic, reply.partition), admitted.requested_ms - SKEW_MS
-        if not await seek_to_time(consumer, place, from_ms):
-            found = await answer(consumer, self._decoder, wish.request_id, tenant)
-            if found is not None:
-                self._show(leg, found, shape, reply)
-            elif _left_s(wish.request_id) <= 0:
-                raise HeadraceError(Reason.NOT_FOUND, "this stream is no longer kept")
-            else:
-                await seek_to_time(consumer, place, from_ms)
-        return shape
+    async def _from_start(self, tenant: str, wish: Wish, leg: Leg) -> tuple[Shape, TopicPartition, int]:
+        """Stand at a request's beginning, which is returned: the shape, and the offset from which on its partition is read."""
+        async with self._readers.lend() as consumer:
+            admitted = await verdict(consumer, self._decoder, wish.request_id, tenant)
+            if admitted is None:
+                raise HeadraceError(Reason.NOT_FOUND, "there is no such stream")
+            if isinstance(admitted, InferenceRejected):
+                raise rejection(admitted)
+            shape, reply = Shape(wish.completions, wish.include_usage, admitted.model), admitted.reply
+            leg.call.reply = reply
+            leg.call.name = self.namer(shape, tenant, reply)
+            place, from_ms = _place(reply), admitted.requested_ms - SKEW_MS
+            offset, whole = await offset_at(consumer, place, from_ms)
+            if not whole:
+                found = await answer(consumer, self._decoder, wish.request_id, tenant)
+                if found is not None:
+                    self._show(leg, found, shape, reply)
+                elif _left_s(wish.request_id) <= 0:
+                    raise HeadraceError(Reason.NOT_FOUND, "this stream is no longer kept")
+        return shape, place, offset
 
     def _show(self, leg: Leg, found: InferenceAnswered, shape: Shape, reply: Reply) -> None:
         """Feed a leg the rest of a whole answer. Its offsets are nobody's: whoever comes back is answered from the answer again."""
@@ -213,33 +204,20 @@ class Resumes:
         for offset, event in enumerate(rest(found, leg.state, tuple(leg.chars)), leg.offset + 1):
             call.feed(leg, event, reply.partition, offset)
 
-    async def _follow(self, stack: AsyncExitStack, consumer: AIOKafkaConsumer, leg: Leg, frees: ExitStack) -> None:
-        """Read on from where the consumer stands, until the call is released. The stack holds what reading needs."""
+    async def _follow(self, place: TopicPartition, offset: int, leg: Leg, frees: ExitStack) -> None:
+        """Read on from an offset until the call is released."""
         call = leg.call
-        loop = asyncio.get_running_loop()
-        try:
-            place = next(iter(consumer.assignment()))
-            follower = await self._followers.acquire(place)
-        except BaseException:
-            await stack.aclose()
-            raise
+        follower = await self._followers.acquire(place)
         frees.callback(self._followers.release, follower)
         frees.callback(follower.unregister, leg)
         late = HeadraceError(Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text)
+        loop = asyncio.get_running_loop()
         call.timer = loop.call_later(max(FOLLOW_MIN_S, _left_s(leg.request_id)), call.fail, late)
-        task = asyncio.create_task(self._read(stack, consumer, leg, follower), name="resume")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        frees.callback(task.cancel)
-        await asyncio.sleep(0)  # a task that is cancelled before its first step would never free what it was given
+        self.catching_up.join(leg, offset, follower)
 
-    async def _read(self, stack: AsyncExitStack, consumer: AIOKafkaConsumer, leg: Leg, follower: Dispatcher) -> None:
-        try:
-            async with stack:
-                await catch_up(consumer, self._decoder, leg, follower)
-        except Exception as error:  # whatever it was, the caller must not wait for ever
-            _log.warning("a resumed stream can't be read", request_id=leg.request_id, error=repr(error))
-            leg.call.fail(unreachable())
+
+def _place(reply: Reply) -> TopicPartition:
+    return TopicPartition(reply.topic, reply.partition)
 
 
 def _restore(leg: Leg, mark: Mark, tenant: str) -> None:

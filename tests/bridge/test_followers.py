@@ -9,10 +9,9 @@ import pytest
 from aiokafka import TopicPartition
 
 from bridge.calls import Call
+from bridge.catching_up import CatchingUp
 from bridge.followers import Followers
-from bridge.replay import catch_up
 from bridge.streams import Dispatcher
-from infra.kafka import make_consumer
 from infra.log import EventDecoder, EventProducer
 from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError
@@ -90,6 +89,7 @@ async def test_no_record_is_missed_between_reading_back_and_following(
     kafka: KafkaSettings, followers: Followers
 ) -> None:
     """Many join one stream while it is written as fast as it can be."""
+    catching_up = CatchingUp(kafka, EventDecoder(kafka))
     wanted, count = request_id(2, bytes(10)), 3_000
     producer = EventProducer(kafka, "followers-tests")
     await producer.start()
@@ -110,10 +110,7 @@ async def test_no_record_is_missed_between_reading_back_and_following(
         call = Call(1_000_000, 0.0)
         leg = call.add_leg(wanted, 0)
         dispatcher = await followers.acquire(PLACE)
-        async with make_consumer(kafka, auto_offset_reset="none") as consumer:
-            consumer.assign([PLACE])
-            consumer.seek(PLACE, begin.offset)
-            await catch_up(consumer, EventDecoder(kafka), leg, dispatcher)
+        catching_up.join(leg, begin.offset, dispatcher)
         text, done = "", False
         while not done:
             await call.wait()
@@ -126,4 +123,5 @@ async def test_no_record_is_missed_between_reading_back_and_following(
     async with asyncio.timeout(60):
         *texts, _ = await asyncio.gather(*[join(i * 0.05) for i in range(12)], write())
     await producer.stop()
+    await catching_up.stop()
     assert texts == ["x" * count] * 12
