@@ -2,6 +2,8 @@
 
 headrace tenants grant default --json > grant.json
 python docs/direct.py grant.json smollm2 "What is the capital of France?"
+
+Where the cluster is and how to sign in is told by the variables HEADRACE_KAFKA and HEADRACE_KAFKA_*, as to Headrace's own processes.
 """
 
 import asyncio
@@ -13,8 +15,25 @@ import time
 import uuid
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.helpers import create_ssl_context
 
-KAFKA = os.environ.get("HEADRACE_KAFKA", "127.0.0.1:9092").removeprefix("kafka://")
+
+def told(name: str, default: str | None = None) -> str | None:
+    return os.environ.get("HEADRACE_KAFKA" + name) or default
+
+
+def connection() -> dict:
+    files = {"cafile": told("_CAFILE"), "certfile": told("_CERTFILE"), "keyfile": told("_KEYFILE")}
+    security = "SASL_SSL" if told("_USERNAME") else "SSL" if any(files.values()) else "PLAINTEXT"
+    security = told("_SECURITY", security).upper()
+    return {
+        "bootstrap_servers": told("", "127.0.0.1:9092").removeprefix("kafka://"),
+        "security_protocol": security,
+        "sasl_mechanism": told("_SASL_MECHANISM", "PLAIN").upper(),
+        "sasl_plain_username": told("_USERNAME"),
+        "sasl_plain_password": told("_PASSWORD"),
+        "ssl_context": create_ssl_context(**files) if security.endswith("SSL") else None,
+    }
 
 
 async def ask(grant: dict, model: str, question: str) -> None:
@@ -22,7 +41,7 @@ async def ask(grant: dict, model: str, question: str) -> None:
     request_id = str(uuid.UUID(int=made_ms & ~(0xF << 76 | 0x3 << 62) | 7 << 76 | 2 << 62))  # a UUIDv7
     request = {"type": "InferenceRequested", "request_id": request_id, "model": model}
     request |= {"messages": [{"role": "user", "content": question}], "sampling": {"max_tokens": 32, "temperature": 0}}
-    kafka = {"bootstrap_servers": KAFKA}
+    kafka = connection()
     async with AIOKafkaConsumer(**kafka) as consumer, AIOKafkaProducer(**kafka) as producer:
         answers = TopicPartition(grant["topic"], grant["partition"])
         consumer.assign([answers])
@@ -31,12 +50,15 @@ async def ask(grant: dict, model: str, question: str) -> None:
         await producer.send_and_wait(
             "requests.batch", json.dumps(request).encode(), grant["tenant"].encode(), headers=headers
         )
-        count = 0
+        count, owner = 0, (0, 0)  # of the tokens so far, and who makes them: a former owner may still write
         async for record in consumer:
             event = json.loads(record.value)
             if event["request_id"] != request_id:
                 continue
-            if event["type"] == "TokensGenerated" and event["first"] == count:  # else: sent twice
+            attempt = tuple((event.get("attempt") or {}).values())
+            if event["type"] == "GenerationTakenOver" or (event["type"] == "GenerationStarted" and owner == (0, 0)):
+                owner = max(owner, attempt)
+            if event["type"] == "TokensGenerated" and attempt == owner and event["first"] == count:
                 count += len(event["token_ids"])
                 print(event["text"], end="", flush=True)
             if event["type"] in ("InferenceCompleted", "InferenceFailed", "InferenceRejected"):

@@ -69,8 +69,9 @@ def stack(secured: SecuredKafka, tmp_path_factory: pytest.TempPathFactory) -> It
         running.close()
 
 
-def add(stack: RunningStack, name: str, kafka: KafkaSettings) -> None:
-    arguments = PROCESSES[name] if name != "bridge" else ("bridge", "--port", str(stack.port))
+def add(stack: RunningStack, name: str, kafka: KafkaSettings, *arguments: str) -> None:
+    if not arguments:
+        arguments = PROCESSES[name] if name != "bridge" else ("bridge", "--port", str(stack.port))
     unset = dict.fromkeys(stack.kafka.to_env(), "")
     stack.add(name, *arguments, **{**unset, **kafka.to_env()})
 
@@ -118,7 +119,9 @@ async def test_a_direct_producer_asks_and_reads_its_own_answer(stack: RunningSta
     await consumer.start()
     await producer.start()
     try:
-        consumer.assign([TopicPartition("tokens.acme", 0)])
+        own = TopicPartition("tokens.acme", 0)
+        consumer.assign([own])
+        await consumer.seek_to_end(own)
         headers = [("grant", token.encode())]
         await producer.send_and_wait("requests.interactive", json.dumps(request).encode(), b"acme", headers=headers)
         text = ""
@@ -134,6 +137,32 @@ async def test_a_direct_producer_asks_and_reads_its_own_answer(stack: RunningSta
     finally:
         await producer.stop()
         await consumer.stop()
+
+
+@pytest.fixture(scope="module")
+def batch(stack: RunningStack, secured: SecuredKafka) -> Iterator[None]:
+    """Admission of the tier that direct producers write to by themselves."""
+    name = "admission-batch"
+    add(stack, name, secured.settings("admission"), "streams", "admission", "--tier", "batch")
+    stack.await_ready(name)
+    yield
+    stack.remove(name)
+
+
+@pytest.mark.usefixtures("batch")
+@pytest.mark.parametrize("way", [SCRAM, PLAIN, "certificate"])
+def test_the_documented_direct_producer_signs_in_by_the_same_variables(
+    stack: RunningStack, secured: SecuredKafka, tmp_path: Path, way: str
+) -> None:
+    grant = tmp_path / "grant.json"
+    grant.write_text(stack.command("tenants", "grant", "acme", "--json").stdout)
+    settings = secured.mutual("tenant-acme") if way == "certificate" else secured.settings("tenant-acme", way)
+    env = {**clean_environment(), **settings.to_env()}
+    if way != SCRAM:
+        del env["HEADRACE_KAFKA_SECURITY"], env["HEADRACE_KAFKA_SASL_MECHANISM"]  # guessed as the processes guess
+    argv = [sys.executable, str(ROOT / "docs/direct.py"), str(grant), MODEL, "Dírectly"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert done.stdout.startswith("Dírectly\n[InferenceCompleted"), (done.stdout, done.stderr)
 
 
 def request_id() -> str:
@@ -187,14 +216,17 @@ async def test_a_direct_producer_reads_nobody_elses_records(stack: RunningStack,
         await admin.close()
 
 
+def clean_environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_KAFKA")}
+
+
 def run_all(settings: dict[str, KafkaSettings], data_dir: Path) -> dict[str, Any]:
     """Each process with its settings, all at once: exit status and all it wrote."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_KAFKA")}
     running = {
         name: subprocess.Popen(
             [sys.executable, "-m", "cli.main", *PROCESSES[name]],
             cwd=ROOT,
-            env={**clean, **kafka.to_env(), "HEADRACE_DATA": str(data_dir), "HEADRACE_OPS_PORT": "0"},
+            env={**clean_environment(), **kafka.to_env(), "HEADRACE_DATA": str(data_dir), "HEADRACE_OPS_PORT": "0"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
