@@ -199,29 +199,40 @@ def test_the_log_alone(stack: RunningStack, llm: str, tmp_path: Path) -> None:
 
 
 def test_a_worker_killed_in_mid_answer_costs_a_pause_and_no_token(stack: RunningStack, llm: str, story: str) -> None:
-    france = ask(stack, f"{FRANCE} {STORY}", max_tokens=48).choices[0].message.content
-    audit = Audit(stack)
-    before = stack.pid("llm")
-    with ThreadPoolExecutor(2) as pool:
-        seen = [0, 0]
+    prompts = [
+        STORY,
+        f"{FRANCE} {STORY}",
+        "Explain how a water wheel drives a mill.",
+        "Count from one to fifty in words.",
+    ]
+    seen = [0] * len(prompts)
 
-        def stream(number: int, content: str) -> str:
-            client = stack.client().with_options(timeout=BOOT_S_MAX)
-            messages: list[Any] = [{"role": "user", "content": content}]
-            text = ""
-            for chunk in client.chat.completions.create(
-                model=LLM, messages=messages, stream=True, temperature=0, max_tokens=48
-            ):
-                text += text_of([chunk])
-                seen[number] += 1
-            return text
+    def whole(content: str) -> str:
+        text: str = ask(stack, content, max_tokens=48).choices[0].message.content
+        return text
 
-        answers = [pool.submit(stream, 0, STORY), pool.submit(stream, 1, f"{FRANCE} {STORY}")]
+    def streamed(number: int) -> str:
+        messages: list[Any] = [{"role": "user", "content": prompts[number]}]
+        text = ""
+        for chunk in (
+            stack.client()
+            .with_options(timeout=BOOT_S_MAX)
+            .chat.completions.create(model=LLM, messages=messages, stream=True, temperature=0, max_tokens=48)
+        ):
+            text += text_of([chunk])
+            seen[number] += 1
+        return text
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        undisturbed = [story, *pool.map(whole, prompts[1:])]
+        audit = Audit(stack)
+        before = stack.pid("llm")
+        answers = [pool.submit(streamed, number) for number in range(len(prompts))]
         stack.until(lambda: min(seen) >= 6)
         stack.kill("llm")
         assert max(seen) < 44, "the answers were nearly whole: nothing was proved"
-        assert [answer.result() for answer in answers] == [story, france]
+        assert [answer.result() for answer in answers] == undisturbed
     stories = audit.settled(scripted=False)
-    assert sorted(len(story.attempts) for story in stories.values()) == [2, 2]
+    assert sorted(len(story.attempts) for story in stories.values()) == [2] * len(prompts)
     stack.until_restarted("llm", before, BOOT_S_MAX)
     assert httpx.get(f"http://127.0.0.1:{stack.ops_ports['llm']}/readyz", trust_env=False).status_code == 200
