@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from tests.bridge.told import Events, Told
+from tests.bridge.told import Events, Frames, Told
 from tests.system.running import TENANTS, script
 
 STREAM_S_MAX = 150.0
@@ -170,19 +170,16 @@ class _Following:
             return True
         followed.request_id = answer.headers["x-request-id"]
         followed.connections += 1
-        event_id = None
+        frames = Frames()
         async for line in answer.aiter_lines():
-            if line.startswith("id: "):
-                event_id = line[4:]
-            elif line.startswith("data: "):
-                data = line[6:]
+            if (event := frames.take(line)) is not None:
+                data = event[1]
                 if data.startswith('{"error"'):
                     if '"unavailable"' in data:
                         return False
                     followed.fault = data
                     return True
-                followed.events.append((event_id, data))
-                event_id = None
+                followed.events.append(event)
                 if data == "[DONE]":
                     return True
         return False

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from infra import ports
-from tests.bridge.told import Events, Told
+from tests.bridge.told import Event, Events, Frames, Told
 from tests.system.fixtures_models import SESSION_MS, worker
 from tests.system.running import MODEL, ROOT, RunningStack, script
 
@@ -52,21 +52,24 @@ class Door:
             return answer.status_code, read(answer, until) if answer.status_code == 200 else []
 
 
-def read(answer: httpx.Response, until: int | None = None) -> Events:
-    """Events up to so many with an id, or until the connection breaks."""
-    events: Events = []
-    event_id = None
+def heard(answer: httpx.Response) -> Iterator[Event]:
+    """Events as they come, until the stream ends or the connection breaks."""
+    frames = Frames()
     try:
         for line in answer.iter_lines():
-            if line.startswith("id: "):
-                event_id = line[4:]
-            elif line.startswith("data: "):
-                events.append((event_id, line[6:]))
-                event_id = None
-                if until is not None and len(ids(events)) >= until:
-                    break
+            if (event := frames.take(line)) is not None:
+                yield event
     except httpx.TransportError:
-        pass
+        return
+
+
+def read(answer: httpx.Response, until: int | None = None) -> Events:
+    """Events up to so many with an id, or all that come."""
+    events: Events = []
+    for event in heard(answer):
+        events.append(event)
+        if until is not None and len(ids(events)) >= until:
+            break
     return events
 
 
@@ -139,18 +142,10 @@ def test_a_killed_front_door(stack: RunningStack, first: Door, second: Door) -> 
         with http.stream("POST", "/v1/chat/completions", json=body) as answer:
             request_id = answer.headers["x-request-id"]
             events: Events = []
-            event_id = None
-            try:
-                for line in answer.iter_lines():
-                    if line.startswith("id: "):
-                        event_id = line[4:]
-                    elif line.startswith("data: "):
-                        events.append((event_id, line[6:]))
-                        event_id = None
-                        if len(ids(events)) == 10:
-                            stack.kill("bridge")
-            except httpx.TransportError:
-                pass
+            for event in heard(answer):
+                events.append(event)
+                if len(ids(events)) == 10:
+                    stack.kill("bridge")
     assert events[-1] != (None, "[DONE]")
     _, more = second.resume(request_id, ids(events)[-1], until=1)
     stack.until_restarted("bridge", before)
