@@ -37,6 +37,11 @@ class Role:
     groups: tuple[str, ...] = ()
     creates: tuple[str, ...] = ()
 
+    @property
+    def principal(self) -> str:
+        """Kafka's name for it."""
+        return f"User:headrace-{self.name}"
+
 
 ROLES = (
     Role(
@@ -83,22 +88,33 @@ def commands(bootstrap: str, tenants: Iterable[str] = (), command_config: str | 
 
     `command_config` is the tool's properties file, which says how an administrator signs in.
     """
-    sign_in = f" --command-config {shlex.quote(command_config)}" if command_config else ""
     yield "# The broker must deny what no rule allows: allow.everyone.if.no.acl.found=false"
-    for role in (*ROLES, *map(tenant_role, tenants)):
+    for role in roles(tenants):
         yield f"# {role.name}: {role.why}"
-        start = f"{TOOL} --bootstrap-server {bootstrap}{sign_in} --add --allow-principal User:headrace-{role.name}"
-        for topic in role.reads:
-            yield f"{start} --operation Read --operation Describe {_resource('topic', topic)}"
-        for topic in role.writes:
-            yield f"{start} --operation Write --operation Describe {_resource('topic', topic)}"
-        for group in role.groups:
-            yield f"{start} --operation Read {_resource('group', group)}"
-        if role.writes:
-            yield f"{start} --operation IdempotentWrite --cluster"
-        for topic in role.creates:
-            changes = "--operation Create --operation Alter --operation AlterConfigs --operation DescribeConfigs"
-            yield f"{start} {changes} {_resource('topic', topic)}"
+        yield from role_commands(role, bootstrap, command_config)
+
+
+def roles(tenants: Iterable[str] = ()) -> Iterator[Role]:
+    """Every role: those of Headrace's own processes, then each tenant's direct producer."""
+    yield from ROLES
+    yield from map(tenant_role, tenants)
+
+
+def role_commands(role: Role, bootstrap: str, command_config: str | None = None) -> Iterator[str]:
+    """The commands that let one role do what it needs."""
+    sign_in = f" --command-config {shlex.quote(command_config)}" if command_config else ""
+    start = f"{TOOL} --bootstrap-server {bootstrap}{sign_in} --add --allow-principal {role.principal}"
+    for topic in role.reads:
+        yield f"{start} --operation Read --operation Describe {_resource('topic', topic)}"
+    for topic in role.writes:
+        yield f"{start} --operation Write --operation Describe {_resource('topic', topic)}"
+    for group in role.groups:
+        yield f"{start} --operation Read {_resource('group', group)}"
+    if role.writes:
+        yield f"{start} --operation IdempotentWrite --cluster"
+    for topic in role.creates:
+        changes = "--operation Create --operation Alter --operation AlterConfigs --operation DescribeConfigs"
+        yield f"{start} {changes} {_resource('topic', topic)}"
 
 
 def _resource(kind: str, name: str) -> str:

@@ -94,7 +94,8 @@ def register(path: Path, promote: bool, as_json: bool) -> None:
 @models.command("promote")
 @click.argument("model")
 @click.argument("version")
-def promote_(model: str, version: str) -> None:
+@JSON
+def promote_(model: str, version: str, as_json: bool) -> None:
     """Send requests for MODEL to VERSION from now on."""
 
     async def work(settings: KafkaSettings) -> int:
@@ -107,7 +108,10 @@ def promote_(model: str, version: str) -> None:
         return workers
 
     workers = run_async(work(kafka_settings()))
-    console().print(f"Requests for {model} go to version {version} now.")
+    if as_json:
+        print_json({"model": model, "version": version, "promoted": True, "workers": workers})
+    else:
+        console().print(f"Requests for {model} go to version {version} now.")
     if not workers:
         console(stderr=True).print(
             f"headrace: no worker serves {model} version {version} yet: requests wait until one does; "

@@ -91,9 +91,8 @@ def _show_key(tenant: str, key: str, kept: ApiKey, as_json: bool) -> None:
     if as_json:
         print_json({"tenant": tenant, "key_id": kept.key_id, "key": key, "tiers": list(kept.tiers)})
         return
-    out = console()
-    out.print(f"{key}", style="bold")
-    out.print(
+    click.echo(key)
+    console(stderr=True).print(
         f"This is the key of {tenant} (id {kept.key_id}, tiers {', '.join(kept.tiers)}). Only its hash is kept: it isn't shown again."
     )
 
@@ -164,29 +163,41 @@ def list_keys(name: str, as_json: bool) -> None:
 @keys.command("revoke")
 @click.argument("name")
 @click.argument("key_id")
-def revoke_one(name: str, key_id: str) -> None:
+@JSON
+def revoke_one(name: str, key_id: str, as_json: bool) -> None:
     """Revoke one key of the tenant NAME, and the grants given for it."""
 
-    async def work(settings: KafkaSettings) -> None:
-        await write_tenant(settings, revoke_key(await read_tenant(settings, name), key_id, now_ms()))
+    async def work(settings: KafkaSettings) -> TenantChanged:
+        tenant = revoke_key(await read_tenant(settings, name), key_id, now_ms())
+        await write_tenant(settings, tenant)
+        return tenant
 
-    run_async(work(kafka_settings()))
-    console().print(f"Key {key_id} of {name} is revoked.")
+    tenant = run_async(work(kafka_settings()))
+    if as_json:
+        print_json(_public(tenant))
+    else:
+        console().print(f"Key {key_id} of {name} is revoked.")
 
 
 @tenants.command()
 @click.argument("name")
-def revoke(name: str) -> None:
+@JSON
+def revoke(name: str, as_json: bool) -> None:
     """Shut the tenant NAME out: all its keys and grants stop working."""
 
-    async def work(settings: KafkaSettings) -> None:
-        tenant = await read_tenant(settings, name)
+    async def work(settings: KafkaSettings) -> TenantChanged:
+        before = await read_tenant(settings, name)
         at_ms = now_ms()
-        own = tuple(dataclasses.replace(key, revoked_ms=key.revoked_ms or at_ms) for key in tenant.keys)
-        await write_tenant(settings, dataclasses.replace(tenant, keys=own, disabled=True))
+        own = tuple(dataclasses.replace(key, revoked_ms=key.revoked_ms or at_ms) for key in before.keys)
+        tenant = dataclasses.replace(before, keys=own, disabled=True)
+        await write_tenant(settings, tenant)
+        return tenant
 
-    run_async(work(kafka_settings()))
-    console().print(f"{name} is shut out: its keys and grants no longer work.")
+    tenant = run_async(work(kafka_settings()))
+    if as_json:
+        print_json(_public(tenant))
+    else:
+        console().print(f"{name} is shut out: its keys and grants no longer work.")
 
 
 @tenants.command()

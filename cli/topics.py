@@ -137,9 +137,16 @@ async def _tail(
 @click.option("--tenant", "tenants", multiple=True, help="Also for this tenant's direct producer (repeatable).")
 @click.option("--bootstrap", help="The cluster in the printed commands (default: the one in use).")
 @click.option("--command-config", metavar="FILE", help="The tool's properties: how an administrator signs in.")
-def acl(tenants: tuple[str, ...], bootstrap: str | None, command_config: str | None) -> None:
+@JSON
+def acl(tenants: tuple[str, ...], bootstrap: str | None, command_config: str | None, as_json: bool) -> None:
     """Print the commands that let each role do what it needs, and no more."""
-    from cli.acl import commands
+    from cli.acl import commands, role_commands, roles
 
-    for line in commands(bootstrap or kafka_settings().bootstrap, tenants, command_config):
+    cluster = bootstrap or kafka_settings().bootstrap
+    if as_json:
+        for role in roles(tenants):
+            lines = list(role_commands(role, cluster, command_config))
+            print_json({"role": role.name, "why": role.why, "principal": role.principal, "commands": lines})
+        return
+    for line in commands(cluster, tenants, command_config):
         click.echo(line)

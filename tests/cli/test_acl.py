@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import json
+
 import pytest
+from click.testing import CliRunner
 
 from cli.acl import ROLES, commands
+from cli.main import cli
 from schemas.errors import HeadraceError
 
 
@@ -24,6 +28,15 @@ def test_every_command_names_the_cluster_and_one_principal() -> None:
     for line in commands("b:1", ["acme"]):
         if not line.startswith("#"):
             assert line.startswith("kafka-acls.sh --bootstrap-server b:1 --add --allow-principal User:headrace-")
+
+
+def test_json_has_the_same_commands_by_role() -> None:
+    asked = ["topics", "acl", "--bootstrap", "b:1", "--tenant", "acme"]
+    rows = [json.loads(line) for line in CliRunner().invoke(cli, [*asked, "--json"]).stdout.splitlines()]
+    assert [row["role"] for row in rows] == [*(role.name for role in ROLES), "tenant-acme"]
+    assert rows[-1]["principal"] == "User:headrace-tenant-acme"
+    plain = [line for line in CliRunner().invoke(cli, asked).stdout.splitlines() if not line.startswith("#")]
+    assert [line for row in rows for line in row["commands"]] == plain
 
 
 def test_a_secured_cluster_is_signed_in_to() -> None:

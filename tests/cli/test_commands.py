@@ -84,6 +84,22 @@ def test_a_tenant_from_its_first_key_to_its_end(run: Run, kafka: KafkaSettings) 
     run("tenants", "grant", name, fails="shut out")
 
 
+def test_a_key_stands_alone_on_standard_output_and_changes_are_told_in_json(run: Run) -> None:
+    name = fresh("cli")
+    for command in (("create", name), ("keys", "add", name)):
+        made = run("tenants", *command)
+        assert re.fullmatch(r"hr-[0-9a-f]{8}-[0-9a-f]{48}\n", made.stdout)
+        assert f"This is the key of {name} (id " in made.stderr
+        assert made.stdout.strip() not in made.stderr
+    key_id = made.stdout.split("-")[1]
+    (one,) = lines(run("tenants", "keys", "revoke", name, key_id, "--json"))
+    assert (one["disabled"], [key["revoked_ms"] is None for key in one["keys"]]) == (False, [True, False])
+    (ended,) = lines(run("tenants", "revoke", name, "--json"))
+    assert (ended["tenant"], ended["disabled"]) == (name, True)
+    assert all(key["revoked_ms"] for key in ended["keys"])
+    assert "sha256" not in json.dumps(ended)
+
+
 def test_a_grant_names_the_tenants_own_topic(run: Run, kafka: KafkaSettings, tmp_path: Path) -> None:
     name = fresh("cli")
     (key,) = lines(run("tenants", "create", name, "--json"))
@@ -141,6 +157,8 @@ def test_a_promotion_says_when_no_worker_serves_the_version(run: Run, kafka: Kaf
     promoted = run("models", "promote", name, "1")
     assert told in promoted.stderr
     assert promoted.stdout == f"Requests for {name} go to version 1 now.\n"
+    (row,) = lines(run("models", "promote", name, "1", "--json"))
+    assert row == {"model": name, "version": "1", "promoted": True, "workers": 0}
     report(f"here-{name}", "ready")
     assert run("models", "promote", name, "1").stderr == ""
 
