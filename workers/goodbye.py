@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 import structlog
+from aiokafka.errors import KafkaError
 
 from schemas.errors import HeadraceError
 from workers.control import Control
@@ -52,5 +53,5 @@ async def leave(group: Group, control: Control, takeover: TakeOver, reporter: Re
             await control.stop()
             await takeover.stop()
             await reporter.change(STOPPED)
-    except (TimeoutError, HeadraceError) as error:
+    except (TimeoutError, HeadraceError, KafkaError) as error:
         log.warning("left without goodbye", error=repr(error))

@@ -15,7 +15,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
 
 from decisions.stream import Input
-from decisions.takeover import Reading, decide
+from decisions.takeover import Action, Reading, decide
 from infra.kafka import make_consumer
 from infra.log import EventDecoder, EventProducer
 from infra.settings import WorkerSettings
@@ -30,6 +30,8 @@ CLOCK_SKEW_MS = 2_000
 """By how much the clocks of two brokers may differ: reading begins this much before the oldest record's time."""
 READ_WAIT_MS = 500
 READ_RECORDS_MAX = 1_000
+SILENCE_MAX_S = 20.0
+"""A partition that gives nothing for so long before the marker may have been deleted: the batch is begun anew, and others get their turn."""
 
 
 class TakeOver:
@@ -66,7 +68,9 @@ class TakeOver:
             work.plan = decide(
                 readings[work.key], work.attempt, work.scheduled.sampling, self._settings.poison_attempts_max
             )
-            log.info(
+            # In the first window after a start nobody had begun most of them: that is no news.
+            say = log.debug if work.plan.action is Action.RUN and not any(work.plan.totals) else log.info
+            say(
                 "took over", request_id=work.scheduled.request_id, action=work.plan.action.name.lower(), accepted=sum(work.plan.totals), detail=work.plan.detail,
             )  # fmt: skip
         return unwritable
@@ -117,10 +121,15 @@ class TakeOver:
         for tp, marker in markers.items():
             found = starts.get(tp)
             self._reader.seek(tp, marker if found is None else min(found.offset, marker))
+        loop = asyncio.get_running_loop()
+        heard_s = loop.time()
         while left:
-            for tp, records in (
-                await self._reader.getmany(*left, timeout_ms=READ_WAIT_MS, max_records=READ_RECORDS_MAX)
-            ).items():
+            batches = await self._reader.getmany(*left, timeout_ms=READ_WAIT_MS, max_records=READ_RECORDS_MAX)
+            if batches:
+                heard_s = loop.time()
+            elif loop.time() > heard_s + SILENCE_MAX_S:
+                raise HeadraceError(Reason.UNAVAILABLE, f"{next(iter(left))} can't be read up to the marker")
+            for tp, records in batches.items():
                 for record in records:
                     if record.offset <= markers[tp]:
                         await self._apply(tp, record, wanted)
