@@ -157,11 +157,14 @@ class Lane:
 
     async def until_closed(self, *rids: str, wait_s: float = WAIT_S) -> list[Read]:
         async with asyncio.timeout(wait_s):
-            await self.pull()
-            while any(rid not in self._reads or self._reads[rid].state.closed is None for rid in rids):
+            while await self.any_open(*rids):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-                await self.pull()
         return [self._reads[rid] for rid in rids]
+
+    async def any_open(self, *rids: str) -> bool:
+        """Whether one of them has no ending yet."""
+        await self.pull()
+        return any(rid not in self._reads or self._reads[rid].state.closed is None for rid in rids)
 
     async def until_tokens(self, rid: str, count: int) -> Read:
         async with asyncio.timeout(WAIT_S):

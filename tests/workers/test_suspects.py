@@ -52,10 +52,6 @@ async def ask_failed(lane: Lane, failures: int, prompt: str | dict[str, Any], *,
     return rid
 
 
-async def any_open(lane: Lane, *rids: str) -> bool:
-    return any([(await lane.read(rid)).state.closed is None for rid in rids])
-
-
 def beside(lane: Lane) -> dict[str, set[str]]:
     """For each request, those that ran at some time while it did."""
     running, found = dict[str, None](), dict[str, set[str]]()
@@ -154,9 +150,9 @@ async def test_neighbours_of_a_poisonous_request_are_cleared(kafka: KafkaSetting
     async with open_lane(kafka, slots=4) as lane:
         good = [await lane.ask({"tokens": ["good "], "repeat": 40, "token_ms": 50}, reply=SAME) for _ in range(2)]
         bad = await lane.ask({"tokens": ["bad "], "repeat": 10, "token_ms": 50, "raise": "exit"}, reply=SAME)
-        while await any_open(lane, *good, bad):
+        while await lane.any_open(*good, bad):
             with process(lane, tmp_path) as child:
-                while child.poll() is None and await any_open(lane, *good, bad):  # noqa: ASYNC110
+                while child.poll() is None and await lane.any_open(*good, bad):  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
                 deaths += child.poll() == EXIT_STATUS
             assert deaths <= FAILURES_MAX

@@ -99,7 +99,7 @@ async def test_finished_work_above_an_open_record_is_not_answered_twice(kafka: K
             os.killpg(child.pid, signal.SIGKILL)
             async with lane.worker():
                 (read,) = await lane.until_closed(slow)
-                after = [await lane.read(rid) for rid in quick]
+                after = await lane.until_closed(*quick)
     check_whole(read, SLOW_TEXT)
     assert [len(read.counted) for read in after] == totals
     assert all(isinstance(event, GenerationTakenOver) for read in after for event in read.ignored)
