@@ -146,7 +146,9 @@ def test_only_bad_requests_are_poisoned_and_all_others_are_answered(
     for one in asked:
         assert one.outcome == ("completed" if one.bad_at is None else "poisoned")
         assert one.made == (one.length if one.bad_at is None else one.bad_at)
-    assert worker.deaths == FAILURES_MAX * sum(one.bad_at is not None for one in asked)
+    bad = sum(one.bad_at is not None for one in asked)
+    # Bad requests that run beside each other share all deaths but their last.
+    assert bad + (FAILURES_MAX - 1 if bad else 0) <= worker.deaths <= FAILURES_MAX * bad
 
 
 def test_a_death_costs_the_others_no_more_than_a_pause() -> None:
