@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import structlog
 
 from infra.broker import EmbeddedKafka
 from infra.settings import KafkaSettings
@@ -15,6 +17,16 @@ from infra.topics import ensure_core
 # Machines are shared: an example that takes long says nothing of the code.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """Logs go where they went before: commands that run in this process quieten them."""
+    library = logging.getLogger("aiokafka")
+    level = library.level
+    yield
+    library.setLevel(level)
+    structlog.reset_defaults()
 
 
 @pytest.fixture(scope="session")
