@@ -28,7 +28,7 @@ NAMES_MAX = 1_024
 """Names of models and versions that are kept as ids have them."""
 AVRO, JSON = "avro", "json"
 _PURPOSE = b"headrace event ids, form 1"
-_COMPLETIONS, _USAGE, _STARTED, _DIRECT, _JSON, _ANSWERED = 1, 2, 4, 8, 16, 32
+_COMPLETIONS, _USAGE, _STARTED, _DIRECT, _JSON, _ANSWERED, _RELEASED = 1, 2, 4, 8, 16, 32, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,12 @@ class Mark:
     text_offsets: tuple[int, ...] = ()
     usage: Usage | None = None
     answered: bool = False
+    released: bool = False
 
     def state(self, tenant: str) -> StreamState:
         """The fold's state here. How often the request failed is not known; nobody who reads an answer asks for that."""
         closed = None if self.usage is None else Closed(COMPLETED)
-        return StreamState(self.attempt, self.started, self.accepted, closed, tenant=tenant)
+        return StreamState(self.attempt, self.started, self.accepted, closed, tenant=tenant, released=self.released)
 
 
 class EventIds:
@@ -107,6 +108,7 @@ def _state(mark: Mark) -> str:
         | _DIRECT * (mark.reply.topic != TOKENS)
         | _JSON * (mark.reply.encoding == JSON)
         | _ANSWERED * mark.answered
+        | _RELEASED * mark.released
     )
     attempt, usage = mark.attempt, mark.usage
     fields = (
@@ -136,6 +138,7 @@ def _mark(request_id: str, partition: str, offset: str, state: str, tenant: str)
         version=unquote(version),
         attempt=Attempt(*map(int, attempt.split("."))) if attempt else None,
         started=bool(flags & _STARTED),
+        released=bool(flags & _RELEASED),
         accepted=accepted,
         chars=chars,
         text_offsets=text_offsets,

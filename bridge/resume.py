@@ -109,6 +109,7 @@ class Resumes:
                 version="" if leg.served is None else leg.served.version,
                 attempt=leg.state.attempt,
                 started=leg.state.started,
+                released=leg.state.released,
                 accepted=leg.state.accepted,
                 chars=tuple(leg.chars),
                 text_offsets=tuple(leg.text_offsets) if shape.completions and any(leg.text_offsets) else (),

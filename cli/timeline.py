@@ -221,7 +221,7 @@ def _describe_stream(item: Read, *, begun: bool) -> str:
             why = "" if begun else "; a precaution after a restart: nobody had begun it"
             return f"attempt {_attempt(event.attempt)} by {event.worker_id}{why}"
         case GenerationReleased() as event:
-            return f"attempt {_attempt(event.attempt)} of {event.worker_id} given up unharmed"
+            return f"attempt {_attempt(event.attempt)} of {event.worker_id} free to be taken over, unharmed"
         case TokensGenerated() as event:
             more = f" of choice {event.choice}" if event.choice else ""
             return f"{_span(event.first, len(event.token_ids))}{more}: {_quoted(event.text)}"

@@ -43,6 +43,7 @@ class StreamState:
         closed: how it ended, or None while it is open.
         failures: attempts that started and were taken over without having ended or been released: each may be the request's own fault.
         tenant: whose request it is, from the first attempt's event; "" before it. Another tenant's cancel doesn't count.
+        released: whether the owner expects another to take over: it goes on until then, and that won't count as a failure.
     """
 
     attempt: Attempt | None = None
@@ -51,11 +52,12 @@ class StreamState:
     closed: Closed | None = None
     failures: int = 0
     tenant: str = ""
+    released: bool = False
 
     @property
     def untouched(self) -> bool:
-        """Neither started nor with any token: what may still be ended for not having begun in time."""
-        return not self.started and not any(self.accepted)
+        """Neither started, or released since, nor with any token: what may still be ended for not having begun in time."""
+        return (not self.started or self.released) and not any(self.accepted)
 
 
 NEW = StreamState()
@@ -92,14 +94,20 @@ def fold(state: StreamState, event: Input) -> tuple[StreamState, bool]:
 
 
 def _started(state: StreamState, event: GenerationStarted) -> tuple[StreamState, bool]:
-    """With no current attempt it becomes current; the current attempt starts; any other is ignored. A start counts once an attempt."""
-    if state.attempt is not None and (state.attempt != event.attempt or state.started):
+    """With no current attempt it becomes current; the current attempt starts, or keeps what it released; any other is ignored."""
+    running = state.started and not state.released
+    if state.attempt is not None and (state.attempt != event.attempt or running):
         return state, False
     accepted = state.accepted or (0,) * len(event.from_tokens)
     if len(event.from_tokens) != len(accepted):
         return state, False
     return replace(
-        state, attempt=event.attempt, started=True, accepted=accepted, tenant=state.tenant or event.tenant
+        state,
+        attempt=event.attempt,
+        started=True,
+        released=False,
+        accepted=accepted,
+        tenant=state.tenant or event.tenant,
     ), True
 
 
@@ -107,17 +115,22 @@ def _taken_over(state: StreamState, event: GenerationTakenOver) -> tuple[StreamS
     """Becomes current, with nothing started, if its attempt is higher than the current one: a former owner's marker is late."""
     if state.attempt is not None and event.attempt <= state.attempt:
         return state, False
-    failures = state.failures + state.started
+    failures = state.failures + (state.started and not state.released)
     return replace(
-        state, attempt=event.attempt, started=False, failures=failures, tenant=state.tenant or event.tenant
+        state,
+        attempt=event.attempt,
+        started=False,
+        released=False,
+        failures=failures,
+        tenant=state.tenant or event.tenant,
     ), True
 
 
 def _released(state: StreamState, event: GenerationReleased) -> tuple[StreamState, bool]:
-    """The current owner stops unharmed: its attempt won't count as a failure when the next one takes over."""
-    if event.attempt != state.attempt or not state.started:
+    """The current owner may lose the request: its attempt won't count as a failure when the next one takes over. Until then it goes on."""
+    if event.attempt != state.attempt or not state.started or state.released:
         return state, False
-    return replace(state, started=False), True
+    return replace(state, released=True), True
 
 
 def _tokens(state: StreamState, event: TokensGenerated) -> tuple[StreamState, bool]:

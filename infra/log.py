@@ -191,6 +191,16 @@ class EventProducer:
         inner.add_done_callback(partial(self._settle, outer, producer))
         return outer
 
+    async def require(self, topic: str, partition: int) -> None:
+        """Raises HeadraceError: `NoSuchPartition` if nothing can be written there, `NotDelivered` if that can't be told now."""
+        producer = await self._usable()
+        if topic not in self._topics:
+            await self._meet(producer, topic)
+        if partition not in (producer.client.cluster.partitions_for_topic(topic) or ()):
+            await producer.client.force_metadata_update()  # the topic may have grown
+        if partition not in (producer.client.cluster.partitions_for_topic(topic) or ()):
+            raise NoSuchPartition(f"the topic {topic} has no partition {partition}")
+
     async def _usable(self) -> AIOKafkaProducer:
         if not self._ready.is_set() and not self._closed:
             self._begin_rebuilding()

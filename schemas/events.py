@@ -164,7 +164,10 @@ class GenerationTakenOver:
 
 @dataclass(frozen=True, slots=True)
 class GenerationReleased:
-    """The owner gave the request up unharmed (it is draining); the attempt doesn't count as a failure."""
+    """The owner may lose the request unharmed (it drains, or its group shares anew): that won't count as a failure.
+
+    It goes on until another takes over. If it keeps the request it starts the same attempt again.
+    """
 
     request_id: str
     attempt: Attempt

@@ -1,7 +1,7 @@
 """Writes one attempt's events to the caller's `tokens` partition, in order, merging what the broker hasn't taken yet.
 
-Few sends are in flight at once; tokens made meanwhile go out together, so a slow broker costs larger chunks and never memory. Before a
-rebalance the attempt is released and pauses; if the partition comes back it starts again at the token it had reached.
+Few sends are in flight at once; tokens made meanwhile go out together, so a slow broker costs larger chunks and never memory. While another
+may be about to take over, the attempt is released, and goes on: readers stop at the other's marker.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Answer:
         self._choices: list[_Choice] = []
         self._in_flight: deque[asyncio.Future[object]] = deque()
         self._lock = asyncio.Lock()
-        self._writing = asyncio.Event()
         self._begun: GenerationStarted | None = None
         self._announced = False
+        self._released = self._told_released = False
         self._timer: asyncio.TimerHandle | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._failure: HeadraceError | None = None
@@ -95,7 +95,6 @@ class Answer:
         self._begun = GenerationStarted(
             work.request_id, work.tenant, work.model, work.version, work.tier, self.attempt, from_tokens, len(work.prompt_token_ids), self._worker_id, queue_ms, work.sampling,
         )  # fmt: skip
-        self._writing.set()
         self._timer = asyncio.get_running_loop().call_later(START_LINGER_S, self._announce_beside)
 
     async def started(self) -> None:
@@ -115,9 +114,8 @@ class Answer:
 
     async def _announce(self) -> None:
         async with self._lock:
-            if self._writing.is_set():
-                with suppress(HeadraceError):  # whoever writes next is told
-                    await self._begin()
+            with suppress(HeadraceError):  # whoever writes next is told
+                await self._begin()
 
     async def _begin(self) -> None:
         """Writes the start, once. The lock is held."""
@@ -126,6 +124,7 @@ class Answer:
             self._announced = True
             if self._timer is not None:
                 self._timer.cancel()
+            await self._tell_standing()
 
     async def add(self, index: int, ids: tuple[int, ...], text: str, logprobs: tuple[TokenLogprob, ...] | None) -> bool:
         """Takes new tokens of a choice and the text they release. True if they have been sent, or sent off, at once."""
@@ -135,7 +134,6 @@ class Answer:
         if logprobs is not None:
             choice.logprobs.extend(logprobs)
         while len(choice.ids) >= PENDING_TOKENS_MAX:
-            await self._writing.wait()
             await self._settle(IN_FLIGHT_MAX - 1)
             await self._flush(index)
         if not self._due(choice):
@@ -144,7 +142,7 @@ class Answer:
         return not choice.ids
 
     def _due(self, choice: _Choice) -> bool:
-        if not choice.ids or not self._writing.is_set():
+        if not choice.ids:
             return False
         waited_s = time.monotonic() - choice.flushed_s
         if not self._work.stream:
@@ -153,12 +151,12 @@ class Answer:
         return waited_s >= self._linger_s and len(self._in_flight) < IN_FLIGHT_MAX
 
     async def _flush(self, index: int) -> None:
-        """Sends what a choice holds, unless the attempt pauses."""
+        """Sends what a choice holds."""
         choice = self._choices[index]
         async with self._lock:
-            if choice.ids and self._writing.is_set():
+            if choice.ids:
                 await self._begin()
-            while choice.ids and self._writing.is_set():
+            while choice.ids:
                 count = min(len(choice.ids), RECORD_LOGPROB_TOKENS_MAX if choice.logprobs else RECORD_TOKENS_MAX)
                 # The text belongs after the last of its tokens. More of both may come while this is sent.
                 texts = len(choice.texts) if count == len(choice.ids) else 0
@@ -217,47 +215,52 @@ class Answer:
         )
 
     async def _end(self, event: Event) -> None:
-        while True:
-            await self._writing.wait()
-            for index in range(len(self._choices)):
-                await self._flush(index)
-            async with self._lock:
-                if self._writing.is_set() and not any(choice.ids for choice in self._choices):
-                    await self._begin()
-                    await self._send(event)
-                    break
-        await self._settle(0)
-
-    async def pause(self) -> None:
-        """Flushes, then releases the attempt and holds back whatever is still made; returns when the broker has confirmed it."""
-        if self._begun is None:
-            return
         for index in range(len(self._choices)):
             await self._flush(index)
         async with self._lock:
-            if self._writing.is_set():
-                self._writing.clear()
-                if self._announced:
-                    await self._send(GenerationReleased(self._work.request_id, self.attempt, self._worker_id))
+            await self._begin()
+            await self._send(event)
         await self._settle(0)
 
-    async def resume(self) -> None:
-        """Starts the attempt again where it paused."""
-        if self._begun is None or self._writing.is_set():
-            return
+    async def release(self) -> None:
+        """Says that another may take over soon, and goes on; returns when the broker has confirmed it. Does so once, until `keep`."""
+        self._released = True
         async with self._lock:
-            self._begun = replace(self._begun, from_tokens=tuple(choice.sent for choice in self._choices))
-            self._announced = False
-            with suppress(HeadraceError):  # whoever writes next is told
-                await self._begin()
-            self._writing.set()
+            confirmed = await self._tell_standing()
+        if confirmed is not None:
+            await asyncio.shield(confirmed)
 
-    async def _send(self, event: Event) -> None:
+    async def keep(self) -> None:
+        """Nobody took over: the attempt is this worker's as before."""
+        self._released = False
+        async with self._lock:
+            with suppress(HeadraceError):  # whoever writes next is told
+                await self._tell_standing()
+
+    async def hand_over(self) -> None:
+        """Writes what is left, released, once nothing more is made; returns when the broker has confirmed all of it."""
+        for index in range(len(self._choices)):
+            await self._flush(index)
+        await self.release()
+        await self._settle(0)
+
+    async def _tell_standing(self) -> asyncio.Future[object] | None:
+        """Writes what changed since it was last written: another release, or the same start again. The lock is held."""
+        if self._begun is None or not self._announced or self._released == self._told_released:
+            return None
+        event: Event = GenerationReleased(self._work.request_id, self.attempt, self._worker_id)
+        if not self._released:
+            event = replace(self._begun, from_tokens=tuple(choice.sent for choice in self._choices))
+        confirmed = await self._send(event)
+        self._told_released = self._released
+        return confirmed
+
+    async def _send(self, event: Event) -> asyncio.Future[object]:
         if self._failure is not None:
             raise self._failure
         reply = self._work.reply
         try:
-            future = await self._producer.send(
+            future: asyncio.Future[object] = await self._producer.send(
                 reply.topic,
                 event,
                 key=self._work.request_id,
@@ -269,6 +272,7 @@ class Answer:
             self._failure = error
             raise
         self._in_flight.append(future)
+        return future
 
     def _trim(self) -> None:
         """Forgets sends that the broker confirmed; raises what one failed with, and so does every later call."""

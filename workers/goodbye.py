@@ -21,6 +21,8 @@ from workers.takeover import TakeOver
 log = structlog.get_logger("worker")
 
 LOOK_AGAIN_S = 1.0
+HANDOVER_WAIT_S = 3.0
+"""So long an answer goes on after its worker has left the group; by then another has taken it over, or there is none."""
 LEAVE_WAIT_S = 5.0
 AWAY_WAIT_S = 1.0
 """What a log that is away is waited for."""

@@ -31,11 +31,12 @@ from workers.assignor import new_assignor
 log = structlog.get_logger("worker")
 
 FETCH_WAIT_MS = 100
-HEARTBEAT_INTERVAL_MS = 1_000
+HEARTBEAT_INTERVAL_MS = 300
+"""By it a member learns that the group shares anew, which waits for all."""
 POLL_INTERVAL_MAX_MS = 24 * 3_600_000
 """A full window may wait for one long answer; the heartbeat alone says whether a worker is alive."""
 REVOKE_WAIT_S = 3.0
-"""What a rebalance waits for answers to pause and offsets to be committed."""
+"""What a rebalance waits for answers to be released and offsets to be committed."""
 FAILURE_WAIT_S = 1.0
 FAILURES_MAX = 60
 """In a row; then the worker gives up, and exits."""
@@ -57,7 +58,7 @@ class Held:
 class Owner(Protocol):
     """What the group tells its worker. Both are called during a rebalance, which waits for them."""
 
-    async def pause(self) -> None:
+    async def release(self) -> None:
         """Release what runs: the partitions may be another's next."""
 
     async def assigned(self, lost: list[Held]) -> None:
@@ -79,6 +80,7 @@ class Group:
         self._room = asyncio.Event()
         self._fresh: set[TopicPartition] = set()
         self._failures = 0
+        self._leaving: asyncio.Task[None] | None = None
         self.generation = 0
         self.held: dict[TopicPartition, Held] = {}
         self._consumer: AIOKafkaConsumer = make_consumer(
@@ -103,8 +105,10 @@ class Group:
         self._consumer.subscribe(self._topics, listener=_Listener(self))
 
     async def stop(self) -> None:
-        """Leaves the group, so that the others need not wait for the session to end."""
-        await self._consumer.stop()
+        """Leaves the group, so that the others need not wait for the session to end. Nothing is committed after it. Safe to call again."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._consumer.stop(), name="leave the group")
+        await asyncio.shield(self._leaving)
 
     async def fetch(self) -> list[tuple[Held, ConsumerRecord[bytes, bytes]]]:
         """New records, taken into their windows; empty after `FETCH_WAIT_MS` without any.
@@ -198,6 +202,8 @@ class Group:
     async def commit(self) -> None:
         """Commits below the lowest unfinished record of each partition. If the group has moved on, the next owner does that work again."""
         async with self._commit_lock:
+            if self._leaving is not None:
+                return
             due = {tp: held for tp, held in self.held.items() if held.window.committable > held.window.committed}
             if not due:
                 return
@@ -215,7 +221,7 @@ class Group:
         """Before a rebalance: release what runs and commit what is finished, as far as time allows."""
         try:
             async with asyncio.timeout(REVOKE_WAIT_S):
-                await self._owner.pause()
+                await self._owner.release()
                 await self.commit()
         except TimeoutError:
             log.warning("a rebalance did not wait any longer", waited_s=REVOKE_WAIT_S)

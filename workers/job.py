@@ -48,7 +48,7 @@ class Tools:
 
 
 class Job:
-    """Runs one attempt. `run` is awaited once, by a task of its own; `stop`, `pause` and `resume` come from the worker's loop."""
+    """Runs one attempt. `run` is awaited once, by a task of its own; `stop`, `release` and `keep` come from the worker's loop."""
 
     def __init__(
         self, tools: Tools, work: InferenceScheduled, attempt: Attempt, plan: Plan, headers: Headers, *, fenced: bool
@@ -101,14 +101,18 @@ class Job:
         """What `stop` was told meanwhile."""
         return self._stopped
 
-    async def pause(self) -> None:
-        """See `Answer.pause`."""
-        await self._answer.pause()
+    async def release(self) -> None:
+        """See `Answer.release`."""
+        await self._answer.release()
 
-    async def resume(self) -> None:
-        """See `Answer.resume`."""
+    async def keep(self) -> None:
+        """See `Answer.keep`."""
         if self._stopped is None:
-            await self._answer.resume()
+            await self._answer.keep()
+
+    async def hand_over(self) -> None:
+        """See `Answer.hand_over`."""
+        await self._answer.hand_over()
 
     async def _run(self) -> str:
         self._started_s = time.monotonic()
@@ -138,7 +142,7 @@ class Job:
             if not task.cancelled() and isinstance(task.exception(), EngineDead):
                 task.result()
             if self._stopped is Stop.RELEASED:
-                await self._answer.pause()
+                await self._answer.hand_over()
             return self._stopped.value
         try:
             task.result()

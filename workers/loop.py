@@ -10,10 +10,12 @@ import asyncio
 import random
 import time
 from collections.abc import Coroutine
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import structlog
+from aiokafka.errors import KafkaError
 
 from decisions.takeover import Action
 from decisions.window import window_records
@@ -28,7 +30,7 @@ from schemas.topics import work_topic
 from text.tokenizer import Tokenizer
 from workers.control import Control
 from workers.engines.port import Engine, EngineDead, EngineStats
-from workers.goodbye import LEAVE_WAIT_S, await_jobs, leave
+from workers.goodbye import HANDOVER_WAIT_S, LEAVE_WAIT_S, await_jobs, leave
 from workers.group import Group, Held
 from workers.intake import Intake
 from workers.job import Job, Stop, Tools
@@ -88,7 +90,7 @@ class WorkerLoop:
         self._jobs: set[asyncio.Task[None]] = set()
         self._failed = asyncio.Event()
         self._failure: BaseException | None = None
-        self._resuming: asyncio.Task[None] | None = None
+        self._keeping: asyncio.Task[None] | None = None
         self._rebalancing = False
         self._draining = False
         # Attempts of one generation must differ between workers too: a record may be in the log twice.
@@ -244,7 +246,7 @@ class WorkerLoop:
         except EngineDead:
             if not self._draining:
                 raise
-            await job.pause()  # whoever told this process to end told the engine's too
+            await job.hand_over()  # whoever told this process to end told the engine's too
             self._forget(work)
             return
         except HeadraceError as error:
@@ -311,17 +313,17 @@ class WorkerLoop:
 
     # --- the group's owner -------------------------------------------------------------------------------------------
 
-    async def pause(self) -> None:
-        """Releases what runs, before a rebalance, and begins nothing until it is over."""
+    async def release(self) -> None:
+        """Releases what runs, which goes on, before a rebalance, and begins nothing until it is over."""
         self._rebalancing = True
-        if self._resuming is not None:
-            self._resuming.cancel()
-            await asyncio.wait({self._resuming})
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait({self._keeping})
         # A job whose send failed finds that out itself.
-        await asyncio.gather(*(job.pause() for job in self._running()), return_exceptions=True)
+        await asyncio.gather(*(job.release() for job in self._running()), return_exceptions=True)
 
     async def assigned(self, lost: list[Held]) -> None:
-        """Drops what belongs to partitions that are another's now; goes on with the rest."""
+        """Drops what belongs to partitions that are another's now; keeps the rest."""
         gone = set(map(id, lost))
         for work in list(self._works.values()):
             if id(work.held) not in gone:
@@ -331,13 +333,13 @@ class WorkerLoop:
             if work.job is not None:
                 work.job.stop(Stop.LOST)
         # The group waits for this call, so whatever waits for the broker goes on beside it.
-        self._resuming = self._spawn(self._resume(), self._tasks)
+        self._keeping = self._spawn(self._keep_running(), self._tasks)
         self._rebalancing = False
         self._fill()
 
-    async def _resume(self) -> None:
+    async def _keep_running(self) -> None:
         for job in self._running():
-            await job.resume()
+            await job.keep()
 
     def _running(self) -> list[Job]:
         return [work.job for work in self._works.values() if work.job is not None]
@@ -345,14 +347,31 @@ class WorkerLoop:
     # --- the end -----------------------------------------------------------------------------------------------------
 
     async def _drain(self) -> None:
-        """Finishes what runs if there is time, and releases the rest."""
+        """Finishes what runs if there is time, and hands the rest over."""
         self._draining = True
         await self._reporter.mention(DRAINING)
         drain_s = self._settings.drain_ms / 1000
         await await_jobs(self._jobs, self._failed, drain_s, hopeless=self._log_away)
+        handing = asyncio.create_task(self._hand_over())
+        await await_jobs(self._jobs, self._failed, HANDOVER_WAIT_S, hopeless=self._log_away)
+        handing.cancel()
+        await asyncio.wait({handing})
         for job in self._running():
             job.stop(Stop.RELEASED)
         await await_jobs(self._jobs, self._failed, LEAVE_WAIT_S)
+
+    async def _hand_over(self) -> None:
+        """Leaves the group while answers go on, and stops each when its next owner has begun to take it over."""
+        running = [work for work in self._works.values() if work.job is not None]
+        try:
+            await self.release()
+            await self._group.commit()
+            async with aclosing(self._takeover.hand_over(running, self._group.stop)) as taken:
+                async for work in taken:
+                    if work.job is not None:
+                        work.job.stop(Stop.LOST)
+        except (KafkaError, HeadraceError) as error:
+            log.warning("could not watch the answers being taken over", error=repr(error))
 
     async def _leave(self) -> None:
         self._draining = True

@@ -36,6 +36,7 @@ def marks(draw: st.DrawFn) -> Mark:
         version=draw(st.text(max_size=20)),
         attempt=draw(st.none() | attempts),
         started=draw(st.booleans()),
+        released=draw(st.booleans()),
         accepted=draw(per_choice),
         chars=draw(per_choice),
         text_offsets=draw(st.just(()) | per_choice),

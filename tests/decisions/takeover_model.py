@@ -23,6 +23,7 @@ from decisions.takeover import Plan, Reading, decide
 from schemas.events import (
     Attempt,
     ChoiceEnd,
+    GenerationReleased,
     GenerationStarted,
     GenerationTakenOver,
     InferenceCompleted,
@@ -53,7 +54,8 @@ class Violation(AssertionError):
 class Rules:
     """What is explored. `fold` is what readers apply, `decide` what owners do; the flags break, one by one, what workers must do.
 
-    Failures are counted, which makes more states, only if `failures_max` of them are within reach.
+    Failures are counted, which makes more states, only if `failures_max` of them are within reach. With `releases`, which makes more
+    states too, an owner may say that it might lose the request, and that it keeps it, be that true or not; it goes on all the while.
     """
 
     tokens: int = 2
@@ -64,6 +66,7 @@ class Rules:
     decide: Callable[[Reading, Attempt, Sampling, int], Plan] = decide
     read_before_marker: bool = False
     commit_any: bool = False
+    releases: bool = False
 
 
 def event_of(send: Send) -> Input:
@@ -71,6 +74,8 @@ def event_of(send: Send) -> Input:
     match send:
         case ("marker", attempt):
             return GenerationTakenOver(*WHO, Attempt(0, attempt), "w")
+        case ("release", attempt):
+            return GenerationReleased("r", Attempt(0, attempt), "w")
         case ("start", attempt, count):
             return GenerationStarted(*WHO, Attempt(0, attempt), (count,), 1, "w")
         case ("token", attempt, first, _):
@@ -204,6 +209,10 @@ class Explorer:
                 yield now(
                     reader, ("end", attempt, prefix, (*pending, ("end", attempt, self.rules.tokens)), record, None)
                 )
+            if self.rules.releases and not pending:
+                yield now(reader, ("run", attempt, prefix, (*pending, ("release", attempt)), record, None))
+                kept: Send = ("start", attempt, len(prefix))
+                yield now(reader, ("run", attempt, prefix, (*pending, kept), record, None))
         if phase == "end" and not pending:
             commits = mine or self.rules.commit_any
             yield now(

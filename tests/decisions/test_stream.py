@@ -123,6 +123,39 @@ def test_who_drains_does_no_harm() -> None:
     assert state.failures == 0 and state.started
 
 
+def test_who_releases_goes_on_until_another_takes_over() -> None:
+    state, counted = run(
+        started(A),
+        released(A),
+        tokens(A, 0, 2),
+        released(A),
+        taken_over(B),
+        tokens(A, 2, 1),
+        released(A),
+        completed(A, 3),
+        started(B, (2,)),
+    )
+    assert counted == [True, True, True, False, True, False, False, False, True]
+    assert state.accepted == (2,) and state.failures == 0 and not state.released
+
+
+def test_who_keeps_what_it_released_is_its_owner_as_before() -> None:
+    state, counted = run(started(A), released(A), tokens(A, 0, 1), started(A, (1,)), tokens(A, 1, 1), taken_over(B))
+    assert counted == [True] * 6
+    assert state.accepted == (2,) and state.failures == 1
+
+
+def test_who_releases_may_still_end_it() -> None:
+    state, _ = run(started(A), released(A), tokens(A, 0, 1), completed(A, 1))
+    assert state.closed is not None and state.closed.outcome == "completed"
+
+
+def test_what_is_released_without_a_token_may_be_ended_by_the_timer() -> None:
+    assert run(started(A), released(A), TIMER)[1] == [True, True, True]
+    assert run(started(A), released(A), started(A), TIMER)[1] == [True, True, True, False]
+    assert run(started(A), released(A), tokens(A, 0, 1), TIMER)[1] == [True, True, True, False]
+
+
 def test_tokens_out_of_line_do_not_count() -> None:
     assert run(started(A), tokens(A, 1, 1), tokens(A, 0, 1), tokens(A, 0, 1), tokens(A, 2, 1))[1] == [
         True,

@@ -35,6 +35,13 @@ def any_marker(state: StreamState, event: Input) -> tuple[StreamState, bool]:
     return fold(state, event)
 
 
+def release_frees(state: StreamState, event: Input) -> tuple[StreamState, bool]:
+    """What was released may be started by anyone, unfenced, and goes on from what the owner had then."""
+    if isinstance(event, GenerationStarted) and state.released and state.closed is None:
+        return replace(state, attempt=event.attempt, released=False), True
+    return fold(state, event)
+
+
 def begins_again(reading: Reading, attempt: Attempt, sampling: Sampling, failures_max: int) -> Plan:
     """A new owner goes on from nothing."""
     plan = decide(reading, attempt, sampling, failures_max)
@@ -48,6 +55,7 @@ def begins_again(reading: Reading, attempt: Attempt, sampling: Sampling, failure
         Rules(tokens=2, reassignments=1),
         Rules(tokens=3, reassignments=1),
         Rules(tokens=1, reassignments=2, failures_max=1),
+        Rules(tokens=2, reassignments=1, releases=True),
     ],
 )
 def test_the_protocol_holds_in_every_interleaving(rules: Rules) -> None:
@@ -60,11 +68,20 @@ def test_the_protocol_holds_in_every_interleaving(rules: Rules) -> None:
         (Rules(fold=second_start_wins), "torn"),
         (Rules(fold=no_attempt_check), "torn"),
         (Rules(fold=any_marker, tokens=1, reassignments=3), "lost"),
+        (Rules(fold=release_frees, releases=True, reassignments=1), "torn"),
         (Rules(decide=begins_again), "torn"),
         (Rules(read_before_marker=True), "torn"),
         (Rules(commit_any=True), "lost"),
     ],
-    ids=["second_start_wins", "no_attempt_check", "any_marker", "begins_again", "read_before_marker", "commit_any"],
+    ids=[
+        "second_start_wins",
+        "no_attempt_check",
+        "any_marker",
+        "release_frees",
+        "begins_again",
+        "read_before_marker",
+        "commit_any",
+    ],
 )
 def test_each_rule_is_needed(rules: Rules, fault: str) -> None:
     with pytest.raises(Violation, match=fault):

@@ -15,6 +15,7 @@ from infra.log import NotDelivered
 from schemas.events import (
     Attempt,
     ChoiceEnd,
+    GenerationReleased,
     GenerationStarted,
     InferenceFailed,
     InferenceScheduled,
@@ -76,12 +77,12 @@ def folded(events: list[Any]) -> tuple[Any, dict[int, list[int]], dict[int, str]
 @given(
     seed=st.integers(0, 10_000),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=40),
-    pauses=st.integers(0, 4),
+    releases=st.integers(0, 4),
     stream=st.booleans(),
     n=st.integers(1, 3),
 )
-def test_any_pace_and_any_pauses_give_the_answer(
-    seed: int, sizes: list[int], pauses: int, stream: bool, n: int
+def test_any_pace_and_any_releases_give_the_answer(
+    seed: int, sizes: list[int], releases: int, stream: bool, n: int
 ) -> None:
     async def run() -> None:
         broker = Broker(seed)
@@ -96,11 +97,11 @@ def test_any_pace_and_any_pauses_give_the_answer(
                 await asyncio.sleep(0)
 
         async def disturb() -> None:
-            for _ in range(pauses):
+            for _ in range(releases):
                 await asyncio.sleep(0.001)
-                await made.pause()
+                await made.release()
                 await asyncio.sleep(0.001)
-                await made.resume()
+                await made.keep()
 
         await asyncio.gather(disturb(), *(produce(choice) for choice in range(n)))
         ends = tuple(ChoiceEnd(choice, sum(sizes), "stop") for choice in range(n))
@@ -206,19 +207,51 @@ async def test_a_start_without_tokens_is_written_soon() -> None:
     made.start((0,), 0.0)
     await asyncio.sleep(0.05)
     assert [type(event) for event in broker.events] == [GenerationStarted]
-    await made.pause()
-    await made.resume()
+    await made.release()
+    await made.keep()
     await made.complete((ChoiceEnd(0, 0, "stop"),), Usage(2, 0), Timings())
     assert folded(broker.events)[0].closed.outcome == "completed"
 
 
-async def test_what_is_closed_or_paused_before_it_was_written_stays_unwritten() -> None:
+async def test_what_is_closed_before_it_was_written_stays_unwritten() -> None:
     broker = Broker(0)
-    closed, paused = answer(broker), answer(broker)
+    closed = answer(broker)
     closed.start((0,), 0.0)
     closed.close()
-    paused.start((0,), 0.0)
-    await paused.pause()
     await asyncio.sleep(0.05)
     assert broker.events == []
-    paused.close()
+
+
+@pytest.mark.parametrize("started", [False, True])
+async def test_what_is_released_before_it_was_written_starts_released(started: bool) -> None:
+    broker = Broker(0)
+    made = answer(broker)
+    if started:
+        made.start((0,), 0.0)
+    await made.release()
+    if not started:
+        made.start((0,), 0.0)
+    await made.add(0, (7,), "x", None)
+    await made.release()
+    assert [type(event) for event in broker.events] == [GenerationStarted, GenerationReleased, TokensGenerated]
+    state, _, _ = folded(broker.events)
+    assert state.released
+    await made.hand_over()
+    assert len(broker.events) == 3
+    made.close()
+
+
+async def test_a_release_and_its_end_are_told_once_each() -> None:
+    broker = Broker(0)
+    made = answer(broker)
+    made.start((0,), 0.0)
+    await made.add(0, (7,), "x", None)
+    await made.keep()
+    await made.release()
+    await made.keep()
+    await made.keep()
+    state, _, _ = folded(broker.events)
+    assert not state.released
+    assert [type(event) for event in broker.events[2:]] == [GenerationReleased, GenerationStarted]
+    assert broker.events[-1].from_tokens == (1,)
+    made.close()
