@@ -157,10 +157,11 @@ class _Streams:
     async def find(self) -> dict[TopicPartition, int]:
         """Stands where the streams begin; returns the last offset of each partition that has anything to read."""
         self._reader.assign(list(self._since))
+        # The ends first: what a former owner writes between the two questions then lies after them, where it is read.
+        ends = await self._reader.end_offsets(list(self._since))
         starts = await self._reader.offsets_for_times(
             {place: max(0, time_ms - CLOCK_SKEW_MS) for place, time_ms in self._since.items()}
         )
-        ends = await self._reader.end_offsets(list(self._since))
         last = {}
         for place, end in ends.items():
             found = starts.get(place)
