@@ -211,14 +211,19 @@ class EventProducer:
         return self._producer
 
     async def _meet(self, producer: AIOKafkaProducer, topic: str) -> None:
-        """Wait a little for a topic's metadata. A missing one is forgotten again, or aiokafka would keep asking."""
+        """Wait a little for a topic's metadata. A missing one is forgotten again, or aiokafka would keep asking.
+
+        It is missing only if the broker says so: one that is silent for so long may have it.
+        """
         try:
             await asyncio.wait_for(producer.partitions_for(topic), TOPIC_WAIT_S)
         except (TimeoutError, KafkaError) as error:
-            producer.client.set_topics(set(self._topics))
-            if isinstance(error, TimeoutError):
-                raise NoSuchPartition(f"the topic {topic} doesn't exist") from None
-            raise NotDelivered(f"a record for {topic} can't be sent: {error}") from error
+            silent = await silence(producer.client, self._settings)
+            if producer.client.cluster.partitions_for_topic(topic) is None:
+                producer.client.set_topics(set(self._topics))
+                if silent is None and isinstance(error, TimeoutError):
+                    raise NoSuchPartition(f"the topic {topic} doesn't exist") from None
+                raise NotDelivered(f"a record for {topic} can't be sent: {silent or error}") from error
         self._topics.add(topic)
 
     async def _buffer(
