@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from aiokafka.errors import KafkaError
 from decisions.takeover import Action
 from decisions.window import window_records
 from infra import metrics
-from infra.log import EventDecoder, EventProducer
+from infra.log import EventDecoder, EventProducer, NoSuchPartition
 from infra.settings import WorkerSettings
 from infra.tracing import child
 from schemas.errors import HeadraceError
@@ -268,7 +268,8 @@ class WorkerLoop:
             return
         work.job, work.plan, work.attempt = None, None, None
         released = GenerationReleased(work.scheduled.request_id, job.attempt, self._settings.worker_id)
-        await persist(lambda: tell_and_wait(self._producer, work, released))
+        with suppress(NoSuchPartition):  # then the takeover puts it aside
+            await persist(lambda: tell_and_wait(self._producer, work, released))
         await self._take_over([work])
 
     async def _bury(self, work: Work, error: HeadraceError) -> None:

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
 from aiokafka import TopicPartition
 from aiokafka.structs import OffsetAndTimestamp
 
-from decisions.window import Waiting
-from infra.log import EventDecoder
-from infra.settings import KafkaSettings
+from decisions.window import Waiting, Window, take
+from infra.log import EventDecoder, NoSuchPartition, NotDelivered
+from infra.settings import KafkaSettings, WorkerSettings
 from schemas.codec import encode
-from schemas.events import Attempt, GenerationStarted, InferenceScheduled, Reply, Sampling, TokensGenerated
+from schemas.events import (
+    Attempt,
+    GenerationStarted,
+    InferenceScheduled,
+    ModelVersionRegistered,
+    RecordDeadLettered,
+    Reply,
+    Sampling,
+    TokensGenerated,
+)
+from schemas.topics import DEAD_LETTERS
+from text.tokenizer import ByteTokenizer
+from workers.engines.port import EngineConfig
+from workers.engines.scripted import ScriptedEngine
+from workers.group import Held
+from workers.loop import WorkerLoop
+from workers.report import TokenRate
 from workers.takeover import _Streams
 from workers.work import Work
 
@@ -82,3 +101,77 @@ async def test_what_a_former_owner_writes_while_its_stream_is_looked_for_is_read
     await streams.read(await streams.find())
     await streams.read({PLACE: len(partition.events) - 1})
     assert streams.reading(taken).state.accepted == (2,)
+
+
+# --- the loop --------------------------------------------------------------------------------------------------------
+
+
+class Log:
+    """A producer whose partitions vanish when told."""
+
+    failure: str | None = None
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.gone = False
+
+    async def send(self, topic: str, event: Any, **_more: Any) -> asyncio.Future[Any]:
+        if self.gone and topic != DEAD_LETTERS:
+            raise NoSuchPartition(f"the topic {topic} doesn't exist")
+        self.events.append(event)
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(SimpleNamespace(topic=topic, partition=0, offset=len(self.events)))
+        return future
+
+    async def send_and_wait(self, topic: str, event: Any, **more: Any) -> Any:
+        return await (await self.send(topic, event, **more))
+
+    async def require(self, topic: str, _partition: int) -> None:
+        if self.gone:
+            raise NoSuchPartition(f"the topic {topic} doesn't exist")
+
+
+@asynccontextmanager
+async def loop_on(log: Log) -> AsyncIterator[WorkerLoop]:
+    """A worker that is connected to nothing."""
+    version = ModelVersionRegistered("m", "1", "scripted", "scripted", context_length=100, slots=2, tokenizer="bytes")
+    engine = ScriptedEngine(EngineConfig("m", "scripted", 100, 2))
+    reporter: Any = SimpleNamespace(rate=TokenRate())
+    settings = WorkerSettings(kafka=KafkaSettings("nowhere:1"))
+    loop = WorkerLoop(settings, version, engine, ByteTokenizer(), log, reporter)  # type: ignore[arg-type]
+    try:
+        yield loop
+    finally:
+        await loop._group.stop()
+        await loop._takeover.stop()
+
+
+def taken_by(loop: WorkerLoop) -> Work:
+    """A record that runs: partition, window and all."""
+    held = Held(TopicPartition("work.m.1.interactive", 0), 1, take(Window.at(0), 0, 10), 0)
+    loop._group.held[held.tp] = held
+    record = SimpleNamespace(
+        topic=held.tp.topic, partition=0, offset=0, timestamp=10_000, key=b"r", value=b"x", headers=()
+    )
+    found = Work(held, record, scheduled(), (), Waiting("interactive", "acme", 0, 1))
+    loop._works[found.key] = found
+    return found
+
+
+async def test_a_reply_topic_that_vanishes_under_an_answer_ends_that_answer_alone() -> None:
+    """Its failed send is retriable, what comes then is not."""
+    log = Log()
+
+    class Cut:
+        attempt = ATTEMPT
+
+        async def run(self, _queue_ms: float) -> str:
+            log.gone = True
+            raise NotDelivered("the broker did not take a record")
+
+    async with loop_on(log) as loop:
+        work = taken_by(loop)
+        await loop._see_through(work, Cut())  # type: ignore[arg-type]
+    assert isinstance(log.events[-1], RecordDeadLettered)
+    assert not loop._works
+    assert work.held.window.committable == 1
