@@ -190,6 +190,10 @@ class Group:
             self.held[tp] = Held(tp, generation, Window.at(start), fence_below)
             self._fresh.discard(tp)
 
+    def holds(self, held: Held) -> bool:
+        """Whether the partition is still this worker's, in the same possession."""
+        return self.held.get(held.tp) is held
+
     def finish(self, held: Held, offset: int) -> None:
         """All that a record caused is confirmed. A partition that was lost meanwhile ignores it."""
         held.window = rules.finish(held.window, offset)

@@ -150,6 +150,8 @@ class WorkerLoop:
             fenced = []
             for held, record in await self._group.fetch():
                 work = await self._intake.open(held, record)
+                if not self._group.holds(held):
+                    continue  # lost meanwhile: it is opened again by whoever has it next
                 if work is None:
                     self._group.finish(held, record.offset)
                     continue

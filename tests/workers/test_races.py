@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from aiokafka import TopicPartition
 from aiokafka.structs import OffsetAndTimestamp
 
@@ -47,7 +48,7 @@ def scheduled(**more: Any) -> InferenceScheduled:
 
 def work() -> Work:
     record = SimpleNamespace(offset=0, timestamp=10_000)
-    return Work(None, record, scheduled(), (), Waiting("interactive", "acme", 0, 1))  # type: ignore[arg-type]
+    return Work(None, record, scheduled(), (), Waiting("interactive", "acme", 1 << 60, 1))  # type: ignore[arg-type]
 
 
 class Partition:
@@ -153,7 +154,7 @@ def taken_by(loop: WorkerLoop) -> Work:
     record = SimpleNamespace(
         topic=held.tp.topic, partition=0, offset=0, timestamp=10_000, key=b"r", value=b"x", headers=()
     )
-    found = Work(held, record, scheduled(), (), Waiting("interactive", "acme", 0, 1))
+    found = Work(held, record, scheduled(), (), Waiting("interactive", "acme", 1 << 60, 1))
     loop._works[found.key] = found
     return found
 
@@ -175,3 +176,32 @@ async def test_a_reply_topic_that_vanishes_under_an_answer_ends_that_answer_alon
     assert isinstance(log.events[-1], RecordDeadLettered)
     assert not loop._works
     assert work.held.window.committable == 1
+
+
+async def test_what_was_taken_from_a_partition_that_is_lost_before_it_is_opened_is_not_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Junk before it was put aside while the broker was away. Were it held still, its own record, when it comes again, would pass for a
+    repetition and be committed.
+    """
+    log = Log()
+    async with loop_on(log) as loop:
+        work = taken_by(loop)
+        loop._works.clear()
+        batches = [[(work.held, work.record)]]
+
+        async def fetch() -> list[Any]:
+            return batches.pop() if batches else await asyncio.Event().wait()  # type: ignore[func-returns-value]
+
+        async def open_(_held: Held, _record: Any) -> Work:
+            loop._group.held.clear()
+            await loop.assigned([work.held])
+            return work
+
+        monkeypatch.setattr(loop._group, "fetch", fetch)
+        monkeypatch.setattr(loop._intake, "open", open_)
+        task = asyncio.create_task(loop._fetch())
+        await asyncio.sleep(0.01)
+        task.cancel()
+    assert not loop._works
+    assert not log.events
