@@ -335,8 +335,9 @@ class WorkerLoop:
             self._turns.drop(work)
             if work.job is not None:
                 work.job.stop(Stop.LOST)
-        # The group waits for this call, so whatever waits for the broker goes on beside it.
-        self._keeping = self._spawn(self._keep_running(), self._tasks)
+        if not self._draining:  # who leaves takes no release back
+            # The group waits for this call, so whatever waits for the broker goes on beside it.
+            self._keeping = self._spawn(self._keep_running(), self._tasks)
         self._rebalancing = False
         self._fill()
 

@@ -191,7 +191,9 @@ async def test_what_was_taken_from_a_partition_that_is_lost_before_it_is_opened_
         batches = [[(work.held, work.record)]]
 
         async def fetch() -> list[Any]:
-            return batches.pop() if batches else await asyncio.Event().wait()  # type: ignore[func-returns-value]
+            if not batches:
+                await asyncio.Event().wait()
+            return batches.pop()
 
         async def open_(_held: Held, _record: Any) -> Work:
             loop._group.held.clear()
@@ -205,3 +207,36 @@ async def test_what_was_taken_from_a_partition_that_is_lost_before_it_is_opened_
         task.cancel()
     assert not loop._works
     assert not log.events
+
+
+async def test_a_rebalance_in_the_middle_of_a_hand_over_takes_no_release_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker leaves all the same: what it released stays so, or the next owner would count a failure."""
+    told: list[str] = []
+
+    class Running:
+        attempt = ATTEMPT
+
+        async def release(self) -> None:
+            told.append("released")
+
+        async def keep(self) -> None:
+            told.append("kept")
+
+    async with loop_on(Log()) as loop:
+        taken_by(loop).job = Running()  # type: ignore[assignment]
+        loop._draining = True
+
+        async def rebalance() -> None:
+            await loop.release()
+            await loop.assigned([])
+            await asyncio.sleep(0)
+
+        monkeypatch.setattr(loop._group, "commit", rebalance)
+        monkeypatch.setattr(loop._takeover, "hand_over", _nobody_comes)
+        await loop._hand_over()
+    assert set(told) == {"released"}
+
+
+async def _nobody_comes(_works: Any, _leave: Any) -> AsyncIterator[Work]:
+    return
+    yield
