@@ -145,9 +145,9 @@ class Answer:
         if not choice.ids:
             return False
         waited_s = time.monotonic() - choice.flushed_s
+        self._trim()
         if not self._work.stream:
             return len(choice.ids) >= WHOLE_TOKENS or waited_s >= WHOLE_LINGER_S
-        self._trim()
         return waited_s >= self._linger_s and len(self._in_flight) < IN_FLIGHT_MAX
 
     async def _flush(self, index: int) -> None:
