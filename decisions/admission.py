@@ -27,6 +27,7 @@ from schemas.events import (
     Reply,
     TenantChanged,
 )
+from schemas.ids import REQUEST_ID_CHARS, is_request_id
 from schemas.reasons import Reason
 from schemas.topics import INLINE_MAX_BYTES, TOKENS, work_topic
 
@@ -357,7 +358,8 @@ def admitted(case: Case) -> tuple[InferenceScheduled, InferenceAdmitted]:
 def rejected(case: Case, refusal: Refusal) -> InferenceRejected:
     """The record of a refusal, for `lifecycle` and for the caller."""
     return InferenceRejected(
-        request_id=case.request.request_id,
+        # Readers remember the ids of what has ended: whatever a writer put there must not take their memory.
+        request_id=case.request.request_id if len(case.request.request_id) <= REQUEST_ID_CHARS else "",
         tenant=case.grant.tenant,
         model=case.request.model[:MESSAGE_CHARS_MAX],
         tier=case.tier,
@@ -369,6 +371,13 @@ def rejected(case: Case, refusal: Refusal) -> InferenceRejected:
         source=case.source,
         decisions=case.decisions,
     )
+
+
+def cancel_refusal(event: InferenceCancelled, grant: Grant, tier: str, now_ms: int, world: World) -> Refusal | None:
+    """Why a cancel isn't taken, or None. All workers remember what was cancelled, so it must name what can be a request."""
+    if not is_request_id(event.request_id):
+        return Refusal(Reason.INVALID_REQUEST, "request_id must be a UUID of version 7 in lower case", "request_id")
+    return grant_refusal(grant, tier, now_ms, world)
 
 
 def cancelled(event: InferenceCancelled, grant: Grant, tier: str) -> tuple[InferenceFailed, InferenceCancelled]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import uuid
 
+REQUEST_ID_CHARS = 36
+
 
 def request_id(unix_ms: int, random: bytes) -> str:
     """A UUIDv7 as its 36 characters, from a time in milliseconds since 1970 and ten random bytes."""
