@@ -103,6 +103,8 @@ async def _read_all(
             for record in records:
                 if record.offset < ends[partition] and _mentions(record, mark):
                     item = await read(record, decoder)
+                    if getattr(item.event, "request_id", request_id) != request_id:
+                        continue  # another request's, whose text speaks of this one
                     found.append(item)
                     if item.topic == LIFECYCLE and isinstance(
                         item.event, InferenceCompleted | InferenceFailed | InferenceRejected
