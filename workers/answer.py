@@ -38,6 +38,8 @@ PENDING_TOKENS_MAX = 512
 """Tokens of one choice that wait for a send; beyond that, generation waits."""
 RECORD_TOKENS_MAX = 512
 RECORD_LOGPROB_TOKENS_MAX = 64
+MESSAGE_CHARS_MAX = 1_000
+"""An engine's error may quote the request; no more than this of it travels, or no record might take it."""
 WHOLE_TOKENS = 64
 """An answer that nobody watches goes out in chunks of this many tokens,"""
 WHOLE_LINGER_S = 0.25
@@ -207,7 +209,7 @@ class Answer:
                 work.version,
                 work.tier,
                 reason.value,
-                message,
+                message[:MESSAGE_CHARS_MAX],
                 self.attempt,
                 self.totals,
                 usage=usage,
