@@ -11,11 +11,12 @@ from bridge.calls import Call, Delta, new_request_id, shown
 from bridge.errors import from_validation
 from bridge.event_ids import Shape
 from bridge.openai_models import ChatRequest
-from bridge.rendering import Json, Rendering, finish_reason, finite
+from bridge.rendering import Json, Rendering, finish_reason
 from decisions.validation import LOGPROBS_MAX
 from schemas.errors import HeadraceError
 from schemas.events import Alternative, InferenceRequested, Message, TokenLogprob
 from schemas.reasons import Reason
+from text.scores import finite
 
 
 class ChatCall:

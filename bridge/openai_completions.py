@@ -13,8 +13,9 @@ from bridge.errors import from_validation
 from bridge.event_ids import Shape
 from bridge.openai_chat import check_stream_options, effective_timeout_ms
 from bridge.openai_models import CompletionRequest
-from bridge.rendering import Json, Rendering, finish_reason, finite
+from bridge.rendering import Json, Rendering, finish_reason
 from schemas.events import InferenceRequested, TokenLogprob
+from text.scores import finite
 
 
 class CompletionCall:

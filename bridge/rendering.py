@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -15,8 +14,6 @@ from schemas.reasons import Reason
 
 ANSWER_CHARS_MAX = 32 * 1024 * 1024
 """The most text that is collected for one call that doesn't stream."""
-LOGPROB_MIN = -9999.0
-"""What OpenAI's API gives for a token that could not come: JSON has no minus infinity."""
 
 Json = dict[str, Any]
 
@@ -116,8 +113,3 @@ def usage_object(usage: Usage) -> Json:
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-
-
-def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold."""
-    return logprob if math.isfinite(logprob) and logprob > LOGPROB_MIN else LOGPROB_MIN

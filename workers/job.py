@@ -18,6 +18,7 @@ from schemas.events import Alternative, Attempt, ChoiceEnd, InferenceScheduled, 
 from schemas.reasons import Reason
 from schemas.topics import TIERS
 from text.detokenize import Finish, TextFold, TextState, usage
+from text.scores import finite
 from text.tokenizer import Tokenizer
 from workers.answer import Answer
 from workers.engines.port import Engine, EngineChunk, EngineDead, EngineError, EngineRequest, Scored
@@ -260,8 +261,8 @@ class Job:
             TokenLogprob(
                 token_id,
                 name(token_id),
-                score.logprob,
-                tuple(Alternative(other, name(other), logprob) for other, logprob in score.top),
+                finite(score.logprob),
+                tuple(Alternative(other, name(other), finite(logprob)) for other, logprob in score.top),
             )
             for token_id, score in zip(ids, scored, strict=False)
         )
