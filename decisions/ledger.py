@@ -1,0 +1,273 @@
+"""What a tenant has reserved and spent: counters that are charged at admission and settled, in the same place, at the ending.
+
+A charge belongs to the moment of admission: what a request reserves, and later what it used, counts from then on for a minute, and in the
+day and month (UTC) that held that moment. While it stands it counts in any case, however long it runs. So in every window of a minute, and in
+every day and month, reserved + spent is the sum of the charges made in it and of all that still stand.
+
+A scope is what shares one limit: the tenant as a whole, one key, one model. Each has a `Counter`, which is one row of the table `ledger`.
+Time is that of the records of one partition; it may step back. A charge made after a step back is dated at the newest time seen, so it counts
+longer; slots are kept for `STEP_BACK_MS` after they expire, so within that a step back forgets nothing.
+
+Rows survive a crash at any point if the reservation's row is in the log before the rows of its counters. What these lack, `repair` puts back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from schemas.topics import DAY_MS, MINUTE_MS
+
+GRAIN_MS = 1_000
+"""Charges of one second share a slot and expire with the last of them: a minute's slots are few, and a slow caller's are exact."""
+STEP_BACK_MS = 5_000
+"""Time may step back so far (another broker leads the partition) with no window forgetting a charge."""
+SLOTS_MAX = (MINUTE_MS + GRAIN_MS + STEP_BACK_MS) // GRAIN_MS + 1
+"""The most slots that a counter keeps of one window."""
+ALL_KEYS_AND_MODELS = ""
+"""The scope of a tenant as a whole."""
+
+
+class Window(StrEnum):
+    """For how long a charge counts: 60 s from its own moment on, or until the calendar's day or month ends (UTC)."""
+
+    MINUTE = "minute"
+    DAY = "day"
+    MONTH = "month"
+
+
+class Unit(StrEnum):
+    """What is counted: requests and tokens over a window, and requests that run at once."""
+
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+    RUNNING = "running"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a request takes: at admission the most it may use, in the end what it did. An answer from a cache runs nowhere."""
+
+    tokens: int
+    requests: int = 1
+    running: int = 1
+
+    def amount(self, unit: Unit) -> int:
+        """How much of one unit."""
+        if unit is Unit.TOKENS:
+            return self.tokens
+        return self.requests if unit is Unit.REQUESTS else self.running
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Charges that expire together: requests, tokens used by those that ended, and tokens held by those that stand."""
+
+    opened_ms: int
+    expires_ms: int
+    requests: int = 0
+    spent: int = 0
+    held: int = 0
+
+    def amount(self, unit: Unit) -> int:
+        """What was charged in this slot, whether it stands or is spent."""
+        return self.requests if unit is Unit.REQUESTS else self.spent + self.held
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """One scope's state.
+
+    Attributes:
+        seq: how many changes it has seen; a reservation remembers which were its own.
+        clock_ms: the moment of the newest charge.
+        running: requests that stand.
+        held: tokens that they reserve, whenever that was.
+        minute, day, month: the slots of each window, oldest first.
+        requests_total, tokens_total: admitted, and used by requests that have ended, since the tenant began.
+    """
+
+    seq: int = 0
+    clock_ms: int = 0
+    running: int = 0
+    held: int = 0
+    minute: tuple[Slot, ...] = ()
+    day: tuple[Slot, ...] = ()
+    month: tuple[Slot, ...] = ()
+    requests_total: int = 0
+    tokens_total: int = 0
+
+    def slots(self, window: Window) -> tuple[Slot, ...]:
+        """The slots of a window, oldest first; so they expire, too."""
+        if window is Window.MINUTE:
+            return self.minute
+        return self.day if window is Window.DAY else self.month
+
+    def used(self, window: Window, unit: Unit, now_ms: int) -> int:
+        """Reserved + spent in the window that ends now: requests admitted in it, or its tokens spent and all that are held."""
+        slots = self.slots(window)
+        if unit is Unit.REQUESTS:
+            return sum(slot.requests for slot in slots if slot.expires_ms > now_ms)
+        return self.held + sum(slot.spent for slot in slots if slot.expires_ms > now_ms)
+
+    def falls_to(self, most: int, window: Window, unit: Unit, now_ms: int) -> int:
+        """The first moment, from now on, at which at most `most` is in use: `now_ms` if only what runs is in the way.
+
+        Holds if no other request comes, and if what runs now has then ended. At any earlier moment more is in use, unless an ending gave
+        something back. Raises ValueError for a negative `most`.
+        """
+        if most < 0:
+            raise ValueError(f"nothing falls to {most}")
+        left = [slot for slot in self.slots(window) if slot.expires_ms > now_ms]
+        in_use, at_ms = sum(slot.amount(unit) for slot in left), now_ms
+        for slot in left:
+            if in_use <= most:
+                break
+            in_use, at_ms = in_use - slot.amount(unit), slot.expires_ms
+        return at_ms
+
+
+NEW = Counter()
+Counters = Mapping[str, Counter]
+"""One tenant's counters of one tier, by scope."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What a request reserves, when, and as which change of each scope's counter."""
+
+    charged_ms: int
+    cost: Cost
+    seqs: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What a request used in the end, and as which change of each scope's counter that was noted."""
+
+    tokens: int
+    requests: int
+    seqs: dict[str, int] = field(default_factory=dict)
+
+
+def hold(counters: Counters, scopes: Iterable[str], cost: Cost, now_ms: int) -> tuple[Hold, dict[str, Counter]]:
+    """Reserve in every scope, whatever its limits: `quota.reserve` judges those first. Returns the counters that changed, too."""
+    before = {scope: counters.get(scope, NEW) for scope in scopes}
+    charged_ms = max(now_ms, *(counter.clock_ms for counter in before.values()))
+    made = Hold(charged_ms, cost, {scope: counter.seq + 1 for scope, counter in before.items()})
+    return made, {scope: _charged(counter, made) for scope, counter in before.items()}
+
+
+def settle(counters: Counters, made: Hold, tokens: int) -> tuple[Settlement, dict[str, Counter]]:
+    """Turn what a request holds to what it used; the rest returns to where it was taken. Returns the counters that changed, too.
+
+    No more is charged than was reserved. Raises KeyError if a scope's counter isn't there: the hold made it.
+    """
+    return _settle(counters, made, min(tokens, made.cost.tokens), made.cost.requests)
+
+
+def withdraw(counters: Counters, made: Hold) -> tuple[Settlement, dict[str, Counter]]:
+    """Undo a hold, the request included, for it is refused after all. Otherwise as `settle`."""
+    return _settle(counters, made, 0, 0)
+
+
+def _settle(counters: Counters, made: Hold, tokens: int, requests: int) -> tuple[Settlement, dict[str, Counter]]:
+    done = Settlement(tokens, requests, {scope: counters[scope].seq + 1 for scope in made.seqs})
+    return done, {scope: _settled(counters[scope], made, done) for scope in made.seqs}
+
+
+def repair(counters: Counters, rows: Iterable[tuple[Hold, Settlement | None]]) -> dict[str, Counter]:
+    """Put into a tenant's counters what its reservations say and they lack, after a crash. Returns the counters that changed."""
+    steps: dict[str, list[tuple[int, Hold, Settlement | None]]] = {}
+    for made, done in rows:
+        for scope, seq in made.seqs.items():
+            steps.setdefault(scope, []).append((seq, made, None))
+        for scope, seq in done.seqs.items() if done is not None else ():
+            steps.setdefault(scope, []).append((seq, made, done))
+    changed = {}
+    for scope, all_steps in steps.items():
+        counter = before = counters.get(scope, NEW)
+        for seq, made, done in sorted(all_steps, key=lambda step: step[0]):
+            if seq > counter.seq:
+                counter = _charged(counter, made) if done is None else _settled(counter, made, done)
+                counter = replace(counter, seq=seq)
+        if counter is not before:
+            changed[scope] = counter
+    return changed
+
+
+def _charged(counter: Counter, made: Hold) -> Counter:
+    return Counter(
+        seq=counter.seq + 1,
+        clock_ms=made.charged_ms,
+        running=counter.running + made.cost.running,
+        held=counter.held + made.cost.tokens,
+        minute=_with_charge(counter.minute, Window.MINUTE, made),
+        day=_with_charge(counter.day, Window.DAY, made),
+        month=_with_charge(counter.month, Window.MONTH, made),
+        requests_total=counter.requests_total + made.cost.requests,
+        tokens_total=counter.tokens_total,
+    )
+
+
+def _settled(counter: Counter, made: Hold, done: Settlement) -> Counter:
+    return Counter(
+        seq=counter.seq + 1,
+        clock_ms=counter.clock_ms,
+        running=counter.running - made.cost.running,
+        held=counter.held - made.cost.tokens,
+        minute=_with_settlement(counter.minute, Window.MINUTE, made, done),
+        day=_with_settlement(counter.day, Window.DAY, made, done),
+        month=_with_settlement(counter.month, Window.MONTH, made, done),
+        requests_total=counter.requests_total + done.requests - made.cost.requests,
+        tokens_total=counter.tokens_total + done.tokens,
+    )
+
+
+def _with_charge(slots: tuple[Slot, ...], window: Window, made: Hold) -> tuple[Slot, ...]:
+    """The charge joins the newest slot or opens one, and slots that no step back can need any more are let go."""
+    opened_ms, expires_ms = span(window, made.charged_ms)
+    kept = [slot for slot in slots if slot.expires_ms + STEP_BACK_MS > made.charged_ms]
+    last = kept.pop() if kept and kept[-1].opened_ms == opened_ms else Slot(opened_ms, expires_ms)
+    joined = Slot(opened_ms, expires_ms, last.requests + made.cost.requests, last.spent, last.held + made.cost.tokens)
+    return (*kept, joined)
+
+
+def _with_settlement(slots: tuple[Slot, ...], window: Window, made: Hold, done: Settlement) -> tuple[Slot, ...]:
+    """The slot of the charge is corrected; if it has been let go, what was used lies outside the window."""
+    opened_ms, _ = span(window, made.charged_ms)
+    return tuple(
+        replace(
+            slot,
+            requests=slot.requests + done.requests - made.cost.requests,
+            spent=slot.spent + done.tokens,
+            held=slot.held - made.cost.tokens,
+        )
+        if slot.opened_ms == opened_ms
+        else slot
+        for slot in slots
+    )
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def span(window: Window, at_ms: int) -> tuple[int, int]:
+    """When the slot of a charge made at a moment opened, and when that charge expires; milliseconds since 1970, UTC."""
+    if window is Window.MINUTE:
+        return at_ms - at_ms % GRAIN_MS, at_ms + MINUTE_MS
+    day = at_ms // DAY_MS
+    if window is Window.DAY:
+        return day * DAY_MS, (day + 1) * DAY_MS
+    first = _first_of_month(day)
+    return first * DAY_MS, _first_of_month(first + 31) * DAY_MS
+
+
+def _first_of_month(day: int) -> int:
+    """The first day of a day's month; both count from 1970-01-01. By Howard Hinnant's `civil_from_days`, whose years begin in March."""
+    day_of_era = (day + 719_468) % 146_097
+    year = (day_of_era - day_of_era // 1_460 + day_of_era // 36_524 - day_of_era // 146_096) // 365
+    day_of_year = day_of_era - (365 * year + year // 4 - year // 100)
+    month = (5 * day_of_year + 2) // 153
+    return day - (day_of_year - (153 * month + 2) // 5)
