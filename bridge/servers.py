@@ -44,7 +44,23 @@ class Http(HttpToolsProtocol):
 
 
 class WebSocket(WebSocketsSansIOProtocol):
-    """Puts a way to cut the connection into the socket's scope."""
+    """Puts a way to cut the connection into the socket's scope, and owes a caller that doesn't read no more than one pong."""
+
+    _pong = b""
+
+    def handle_ping(self) -> None:
+        """Of pings that come while nothing can be written, the last is answered (RFC 6455, section 5.5.3)."""
+        self._pong = b"".join(self.conn.data_to_send())
+        if self.writable.is_set():
+            self.transport.write(self._pong)
+            self._pong = b""
+
+    def resume_writing(self) -> None:
+        """The caller has read."""
+        super().resume_writing()
+        if self._pong and not self.transport.is_closing():
+            self.transport.write(self._pong)
+        self._pong = b""
 
     async def run_asgi(self) -> None:
         """The socket is open."""
