@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,9 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 ABORT = "headrace.abort"
 KEEP_ALIVE_S = 75
 HEAD_BYTES_MAX = 64 * 1024
+STALL_S = 30.0
+"""How long a reader may take nothing of an answer that is written."""
+HIGHEST = sys.maxsize
 
 
 class Http(HttpToolsProtocol):
@@ -21,6 +26,7 @@ class Http(HttpToolsProtocol):
 
     _in_head = False
     _head_bytes = 0
+    _looking: asyncio.TimerHandle | None = None
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -41,6 +47,27 @@ class Http(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES_MAX:
                 self.send_400_response(f"The request's head has more than {HEAD_BYTES_MAX} bytes.")
+
+    def on_response_complete(self) -> None:
+        """An answer is written, which doesn't mean that its reader has it."""
+        super().on_response_complete()
+        self._look(HIGHEST)
+
+    def _look(self, before: int) -> None:
+        """Cut a reader that takes nothing for `STALL_S`: what it hasn't taken would stay in memory as long as it likes."""
+        if self._looking is not None:
+            self._looking.cancel()
+        left = self.transport.get_write_buffer_size()
+        if left >= before:
+            self.transport.abort()
+        elif left:
+            self._looking = self.loop.call_later(STALL_S, self._look, left)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nobody is there to be looked after."""
+        super().connection_lost(exc)
+        if self._looking is not None:
+            self._looking.cancel()
 
 
 class WebSocket(WebSocketsSansIOProtocol):
