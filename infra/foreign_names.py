@@ -1,9 +1,10 @@
-"""Keeps a record whose header names are no UTF-8 from stopping every reader of its partition.
+"""Keeps what aiokafka can't read from stopping every reader of its partition.
 
 The protocol says that header names are UTF-8, brokers don't check it, and some client libraries write whatever bytes
-they are given. aiokafka then raises UnicodeDecodeError from each fetch, for ever, without moving on. Here such a batch
-ends at the bad record: what stood before it is handed out, and the reader goes on after the batch, which is one
-client's. It is logged and counted, since its bytes can't be had for `dead-letters`.
+they are given. Others compress in ways for which there may be no library here. aiokafka then raises from each fetch,
+for ever, without moving on. Here such a batch ends at the bad record: what stood before it is handed out, and the
+reader goes on after the batch, which is one client's. It is logged and counted, since its bytes can't be had for
+`dead-letters`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 
 import structlog
 from aiokafka.consumer.fetcher import PartitionRecords
+from aiokafka.errors import UnsupportedCodecError
 
 from infra import metrics
 
-REASON = "header_name"
+NAME, CODEC = "header_name", "compression"
 
 _log = structlog.get_logger("consumer")
 
@@ -36,14 +38,17 @@ def _next(self: Any) -> Any:
     except StopIteration:
         self._records_iterator = None
         raise
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, UnsupportedCodecError) as error:
         self._records_iterator = None
         topic, partition = self._tp
         first = self.next_fetch_offset
         self.next_fetch_offset = max(first + 1, _end_of_batch(error.__traceback__))
-        metrics.DEAD_LETTERS.labels(metrics.topic_label(topic), REASON).inc()
+        reason = NAME if isinstance(error, UnicodeDecodeError) else CODEC
+        metrics.DEAD_LETTERS.labels(metrics.topic_label(topic), reason).inc()
         _log.error(
-            "records passed over: a header name is not UTF-8",
+            "records passed over: they can't be read",
+            reason=reason,
+            error=str(error),
             topic=topic,
             partition=partition,
             offset=first,

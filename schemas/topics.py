@@ -37,6 +37,9 @@ REQUEST_MAX_BYTES = 8 * 1024 * 1024
 RECORD_MAX_BYTES = 2 * 1024 * 1024
 """The largest record a topic takes: an inline payload in its least compact encoding, and its headers."""
 
+PLAIN = {"compression.type": "uncompressed"}
+"""For topics that others write: the broker undoes what a producer compressed, since Python's readers know gzip alone."""
+
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 
@@ -102,7 +105,7 @@ class PartitionCounts:
 def core_topics(counts: PartitionCounts = PartitionCounts()) -> tuple[TopicSpec, ...]:
     """The topics that exist whatever models are served."""
     return (
-        *(TopicSpec(requests_topic(tier), counts.requests, "tenant", 7 * DAY_MS) for tier in TIERS),
+        *(TopicSpec(requests_topic(tier), counts.requests, "tenant", 7 * DAY_MS, config=PLAIN) for tier in TIERS),
         TopicSpec(TOKENS, counts.tokens, "request id; the partition is the grant's", 2 * HOUR_MS),
         TopicSpec(ANSWERS, counts.answers, "request id", 7 * DAY_MS),
         TopicSpec(LIFECYCLE, counts.requests, "tenant", 30 * DAY_MS),
