@@ -6,6 +6,7 @@ import hashlib
 import secrets
 import time
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from schemas.errors import HeadraceError
@@ -21,6 +22,9 @@ KEY_RANDOM_BYTES = 24
 SALT_BYTES = 16
 KEYS_MAX = 100
 """Keys that one tenant may have, revoked ones included."""
+AT_ONCE_MS = 60_000
+"""Two commands that change a tenant within this time may not have seen each other's change."""
+MERGES_MAX = 16
 SILENT_MS = 30_000
 """A worker that has reported nothing for so long counts as gone: they report every second or so."""
 SERVING = ("starting", "ready")
@@ -110,8 +114,43 @@ async def write(settings: KafkaSettings, topic: str, *events: tuple[str, Event])
 
 
 async def write_tenant(settings: KafkaSettings, tenant: TenantChanged) -> None:
-    """Replaces a tenant's state."""
-    await write(settings, TENANTS, (tenant.tenant, tenant))
+    """Replaces a tenant's state, but for what others wrote of it at the same time: nobody's key or revocation is undone unseen.
+
+    Raises HeadraceError (conflict) if others don't stop.
+    """
+    for _ in range(MERGES_MAX):
+        await write(settings, TENANTS, (tenant.tenant, tenant))
+        states = await _written_at_once(settings, tenant.tenant)
+        tenant = reduce(merged, states, states[-1])
+        if tenant == merged(states[-1], states[-1]):
+            return
+    raise HeadraceError(Reason.CONFLICT, f"others keep changing the tenant {tenant.tenant}; try again")
+
+
+async def _written_at_once(settings: KafkaSettings, name: str) -> list[TenantChanged]:
+    """The states of a tenant that were written last, within `AT_ONCE_MS`, in order."""
+    from infra.views import View
+
+    found: list[tuple[int, TenantChanged]] = []
+
+    def apply(event: Event, record: Any) -> None:
+        if isinstance(event, TenantChanged) and event.tenant == name:
+            found.append((record.timestamp, event))
+
+    view = View(settings, TENANTS, apply)
+    await view.start()
+    await view.stop()
+    return [state for at_ms, state in found if at_ms >= found[-1][0] - AT_ONCE_MS]
+
+
+def merged(one: TenantChanged, other: TenantChanged) -> TenantChanged:
+    """Both states of a tenant in one: keys are only ever added and revoked, and a tenant is only ever shut out."""
+    keys = {key.key_id: key for key in one.keys}
+    for key in other.keys:
+        revoked = [k.revoked_ms for k in (key, keys.get(key.key_id, key)) if k.revoked_ms is not None]
+        keys[key.key_id] = replace(key, revoked_ms=min(revoked, default=None))
+    ordered = tuple(sorted(keys.values(), key=lambda key: (key.created_ms, key.key_id)))
+    return replace(one, keys=ordered, disabled=one.disabled or other.disabled)
 
 
 async def ensure_all(settings: KafkaSettings, replication: int = 1) -> list[dict[str, Any]]:
