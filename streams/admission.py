@@ -79,6 +79,7 @@ class Admission:
     async def handle(self, record: Record) -> None:
         """Handle a record to its end. Raises HeadraceError (unavailable) when Kafka fails: then it isn't handled."""
         metrics.RECORDS.labels(record.topic).inc()
+        intake = None
         try:
             intake = await read_record(record, self._decoder, self._settings.grant_secret)
             await self._dispatch(intake)
@@ -86,6 +87,8 @@ class Admission:
             if isinstance(error, HeadraceError) and error.reason is Reason.UNAVAILABLE:
                 raise
             log.exception("a record can't be handled", partition=record.partition, offset=record.offset)
+            if intake is not None:
+                await self._own_up(intake)
             await self._bury(record, Reason.INTERNAL_ERROR, f"{type(error).__name__} in admission")
 
     async def _dispatch(self, intake: Intake) -> None:
@@ -114,7 +117,17 @@ class Admission:
     # --- a request ---------------------------------------------------------------------------------------------------
 
     async def _request(self, record: Record, grant: Grant, request: InferenceRequested) -> None:
-        case = Case(
+        case = self._case(record, grant, request)
+        with self._opened(request.request_id):
+            case, refusal = await self._decide(case)
+            trace = child(record.headers)
+            if refusal is None:
+                refusal = await self._admit(case, trace)
+            if refusal is not None:
+                await self._reject(rules.rejected(case, refusal), grant, trace)
+
+    def _case(self, record: Record, grant: Grant, request: InferenceRequested) -> Case:
+        return Case(
             request,
             grant,
             self._settings.tier,
@@ -123,13 +136,17 @@ class Admission:
             self._settings.inline_bytes_max,
             self._settings.worker_stale_ms,
         )
-        with self._opened(request.request_id):
-            case, refusal = await self._decide(case)
-            trace = child(record.headers)
-            if refusal is None:
-                refusal = await self._admit(case, trace)
-            if refusal is not None:
-                await self._reject(rules.rejected(case, refusal), grant, trace)
+
+    async def _own_up(self, intake: Intake) -> None:
+        """A bug has kept a request from being decided: its caller, who may wait, is told so, if the grant lets us."""
+        record, grant, request = intake.record, intake.grant, intake.event
+        if grant is None or not isinstance(request, InferenceRequested):
+            return
+        if rules.grant_refusal(grant, self._settings.tier, record.timestamp, self._world) is None:
+            refusal = Refusal(Reason.INTERNAL_ERROR, Reason.INTERNAL_ERROR.text)
+            rejected = rules.rejected(self._case(record, grant, request), refusal)
+            with contextlib.suppress(NoSuchPartition, RecordTooLarge):
+                await self._reject(rejected, grant, child(record.headers))
 
     async def _decide(self, case: Case) -> rules.Verdict:
         await self._world.meet_model(case.request.model[: rules.MESSAGE_CHARS_MAX])

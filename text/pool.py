@@ -10,7 +10,7 @@ from contextlib import suppress
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 from text.chat import ChatMessage, encode_chat
-from text.tokenizer import Tokenizer
+from text.tokenizer import Tokenizer, no_panic
 
 INLINE_CHARS = 2_048
 MAX_WAITING = 1_024
@@ -50,7 +50,11 @@ class TokenizePool:
         """Drop what waits, and let what runs come to its end unheeded."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, chars: int, work: Callable[[], list[int]]) -> list[int]:
+    async def _run(self, chars: int, tokenise: Callable[[], list[int]]) -> list[int]:
+        def work() -> list[int]:
+            with no_panic("the tokenizer fails on this input"):
+                return tokenise()
+
         if chars <= INLINE_CHARS:
             return work()
         if self._waiting >= self._max_waiting:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -170,7 +171,21 @@ class HfTokenizer:
 @lru_cache(maxsize=CACHED_TOKENIZERS)
 def load_tokenizer(ref: str) -> Tokenizer:
     """The tokenizer that `ref` names: a directory's path, or the word `bytes`. A model version's files never change."""
-    return ByteTokenizer() if ref == BYTES_REF else HfTokenizer.from_dir(Path(ref))
+    if ref == BYTES_REF:
+        return ByteTokenizer()
+    with no_panic("the tokenizer's files make `tokenizers` fail"):
+        return HfTokenizer.from_dir(Path(ref))
+
+
+@contextmanager
+def no_panic(what: str) -> Iterator[None]:
+    """A panic in `tokenizers`, which is no Exception and would end the process, becomes HeadraceError (internal_error) with this text."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise HeadraceError(Reason.INTERNAL_ERROR, what) from error
 
 
 def valid_unicode(text: str) -> bytes:

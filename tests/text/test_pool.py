@@ -94,3 +94,20 @@ async def test_a_failure_reaches_the_caller_and_frees_its_place(pool: TokenizePo
     with pytest.raises(HeadraceError, match="surrogate"):
         await pool.encode(ByteTokenizer(), LONG + "\ud800", add_special_tokens=False)
     await until(lambda: pool.waiting == 0)
+
+
+class Panic(BaseException):
+    """As `tokenizers` raises when its Rust code panics."""
+
+
+class PanickingTokenizer(ByteTokenizer):
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        raise Panic("index out of bounds")
+
+
+@pytest.mark.parametrize("text", ["ab", LONG])
+async def test_a_panic_fails_its_input_alone(pool: TokenizePool, text: str) -> None:
+    with pytest.raises(HeadraceError) as caught:
+        await pool.encode(PanickingTokenizer(), text, add_special_tokens=False)
+    assert caught.value.reason is Reason.INTERNAL_ERROR
+    assert await pool.encode(ByteTokenizer(), "ab", add_special_tokens=False) == [97, 98]
