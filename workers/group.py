@@ -76,6 +76,7 @@ class Group:
         self._topics = tuple(topics)
         self._records = records
         self._owner = owner
+        self._assignor = new_assignor()
         self._commit_lock = asyncio.Lock()
         self._room = asyncio.Event()
         self._fresh: set[TopicPartition] = set()
@@ -90,7 +91,7 @@ class Group:
             heartbeat_interval_ms=min(HEARTBEAT_INTERVAL_MS, settings.session_timeout_ms // 3),
             rebalance_timeout_ms=settings.session_timeout_ms,
             max_poll_interval_ms=POLL_INTERVAL_MAX_MS,
-            partition_assignment_strategy=(new_assignor(),),
+            partition_assignment_strategy=(self._assignor,),
             client_id=settings.worker_id,
         )
 
@@ -103,6 +104,10 @@ class Group:
         """Joins the group in the background."""
         await self._consumer.start()
         self._consumer.subscribe(self._topics, listener=_Listener(self))
+
+    def take_no_more(self) -> None:
+        """Keeps what it has, and gets nothing more while others can have it: it is about to leave."""
+        self._assignor.leaving = True
 
     async def stop(self) -> None:
         """Leaves the group, so that the others need not wait for the session to end. Nothing is committed after it. Safe to call again."""

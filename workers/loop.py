@@ -353,6 +353,7 @@ class WorkerLoop:
     async def _drain(self) -> None:
         """Finishes what runs if there is time, and hands the rest over."""
         self._draining = True
+        self._group.take_no_more()
         await self._reporter.mention(DRAINING)
         drain_s = self._settings.drain_ms / 1000
         await await_jobs(self._jobs, self._failed, drain_s, hopeless=self._log_away)
