@@ -10,7 +10,7 @@
         partitions: 4                 # of each work topic: the most workers that can share the load
         tiers: [interactive, batch]
         engine_args: {dtype: bfloat16, enforce_eager: true}
-        default_timeout_ms: 600000    # until an answer must have begun, if its request doesn't say
+        default_timeout_ms: 600000    # that a request which doesn't say may take
         time_limit_ms: 3600000        # that an answer may take from its beginning
         workers: 1
 
@@ -52,7 +52,7 @@ class ModelEntry:
     Attributes:
         artifact: `package:NAME` for weights that a Python package carries, an absolute directory, or `scripted`.
         engine_args: what the engine is built with, as its own documentation names it.
-        default_timeout_ms: how long a request that names no timeout may wait until its answer begins.
+        default_timeout_ms: how long a request that names no timeout may take.
         time_limit_ms: how long an answer may take from its beginning; then it is ended.
         workers: how many worker processes `headrace up` starts.
     """
