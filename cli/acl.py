@@ -65,6 +65,13 @@ ROLES = (
         ("endings",),
     ),
     Role(
+        "lifecycle",
+        "keeps deadlines",
+        (LIFECYCLE, SCHEMAS),
+        (TOKENS, ALL_TENANT_TOKENS, CONTROL, SCHEMAS),
+        ("deadlines",),
+    ),
+    Role(
         "worker",
         "serves models",
         (ALL_WORK, TOKENS, ALL_TENANT_TOKENS, CONTROL, REGISTRY, SCHEMAS),

@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "topics": ("cli.topics:topics", "Create, list and follow the log's topics."),
     "bench": ("cli.bench:bench", "Measure, side by side with peers."),
     "bridge": ("cli.processes:bridge", "Run a front door (HTTP, SSE, WebSocket)."),
-    "streams": ("cli.processes:streams", "Run a stream process: admission or endings."),
+    "streams": ("cli.processes:streams", "Run a stream process: admission, endings or lifecycle."),
     "worker": ("cli.processes:worker", "Run a model server."),
 }
 FAILED, USAGE = 1, 2

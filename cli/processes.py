@@ -74,6 +74,16 @@ def endings(ops_port: int | None) -> None:
     serve("endings", run, settings_of(EndingsSettings, ops_port=ops_port))
 
 
+@streams.command()
+@OPS_PORT
+def lifecycle(ops_port: int | None) -> None:
+    """Keep deadlines and time limits, whatever the workers do."""
+    from infra.settings import LifecycleSettings
+    from streams.deadlines import run
+
+    serve("lifecycle", run, settings_of(LifecycleSettings, ops_port=ops_port))
+
+
 @click.command()
 @click.argument("model")
 @click.argument("version")

@@ -216,7 +216,8 @@ class Stack:
         admissions = [
             self._spec(f"admission-{tier}", 3, "streams", "admission", "--tier", tier) for tier in TIERS if tier in used
         ]
-        return [*admissions, self._spec("endings", 1, "streams", "endings")]
+        folds = [self._spec(name, 1, "streams", name) for name in ("endings", "lifecycle")]
+        return [*admissions, *folds]
 
     def _bridge(self) -> ChildSpec:
         return self._spec("bridge", 4, "bridge", "--host", self.options.host, "--port", str(self.options.port))

@@ -47,7 +47,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def up(models_file: Path | None, demo: bool, once: bool, host: str, port: int, kafka_port: int) -> int:
     """Start everything on this machine, and stop it with Ctrl-C.
 
-    Real Kafka (or the cluster that HEADRACE_KAFKA names), admission, endings, the front door and a worker for each model. Data, logs and
+    Real Kafka (or the cluster that HEADRACE_KAFKA names), admission, endings, lifecycle, the front door and a worker for each model. Data, logs and
     secrets are kept in HEADRACE_DATA (default .headrace).
     """
     from cli.stack import StackOptions

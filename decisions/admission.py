@@ -333,6 +333,7 @@ def admitted(case: Case) -> tuple[InferenceScheduled, InferenceAdmitted]:
         cache_salt=case.cache_salt,
         stream=request.stream,
         source=case.source,
+        time_limit_ms=version.time_limit_ms,
     )
     prompt_tokens = len(case.prompt_token_ids)
     return scheduled, InferenceAdmitted(
@@ -352,6 +353,7 @@ def admitted(case: Case) -> tuple[InferenceScheduled, InferenceAdmitted]:
         deadline_ms=case.deadline_ms,
         source=case.source,
         decisions=case.decisions,
+        time_limit_ms=version.time_limit_ms,
     )
 
 

@@ -83,6 +83,11 @@ PASSED_OVER = Counter(
     "Records of topics read into memory that this process can't read.",
     ("topic",),
 )
+ENDED_BY_CLOCK = Counter(
+    "headrace_ended_by_clock",  # Shown as headrace_ended_by_clock_total.
+    "Endings written because a deadline or a time limit had passed; those of requests that began meanwhile don't count.",
+    ("reason",),
+)
 LOOP_LAG_SECONDS = Gauge("headrace_loop_lag_seconds", "By how much the event loop's last heartbeat was late.")
 OPEN_REQUESTS_DROPPED = Counter(
     "headrace_open_requests_dropped",  # Shown as headrace_open_requests_dropped_total.

@@ -10,7 +10,8 @@
         partitions: 4                 # of each work topic: the most workers that can share the load
         tiers: [interactive, batch]
         engine_args: {dtype: bfloat16, enforce_eager: true}
-        default_timeout_ms: 600000
+        default_timeout_ms: 600000    # that a request which doesn't say may take
+        time_limit_ms: 3600000        # that an answer may take from its beginning
         workers: 1
 
 Only name, engine, artifact and context_length must be given. An error names the file and the key at fault.
@@ -31,7 +32,7 @@ from infra.artifacts import PACKAGE_PREFIX
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
 from schemas.reasons import Reason
-from schemas.topics import DAY_MS, TIERS, check_model, check_word
+from schemas.topics import DAY_MS, HOUR_MS, TIERS, check_model, check_word
 
 VLLM, SCRIPTED = "vllm", "scripted"
 ENGINES = (VLLM, SCRIPTED)
@@ -52,6 +53,7 @@ class ModelEntry:
         artifact: `package:NAME` for weights that a Python package carries, an absolute directory, or `scripted`.
         engine_args: what the engine is built with, as its own documentation names it.
         default_timeout_ms: how long a request that names no timeout may take.
+        time_limit_ms: how long an answer may take from its beginning; then it is ended.
         workers: how many worker processes `headrace up` starts.
     """
 
@@ -65,6 +67,7 @@ class ModelEntry:
     tiers: tuple[str, ...] = ("interactive", "batch")
     engine_args: dict[str, Any] = field(default_factory=dict)
     default_timeout_ms: int = 600_000
+    time_limit_ms: int = HOUR_MS
     workers: int = 1
 
     def registered(self, directory: Path | None, created_ms: int, digest: str = "") -> ModelVersionRegistered:
@@ -82,6 +85,7 @@ class ModelEntry:
             partitions=self.partitions,
             tiers=self.tiers,
             default_timeout_ms=self.default_timeout_ms,
+            time_limit_ms=self.time_limit_ms,
             created_ms=created_ms,
             digest=digest,
         )
@@ -223,5 +227,6 @@ _KEYS: dict[str, Convert] = {
     "tiers": _tiers,
     "engine_args": _arguments,
     "default_timeout_ms": _integer(1, 7 * DAY_MS),
+    "time_limit_ms": _integer(1, 2 * HOUR_MS),
     "workers": _integer(0, WORKERS_MAX),
 }

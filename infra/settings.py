@@ -241,6 +241,14 @@ class EndingsSettings(ProcessSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LifecycleSettings(ProcessSettings):
+    """`headrace streams lifecycle`: keeps deadlines and time limits."""
+
+    commit_interval_ms: int = 1_000
+    session_timeout_ms: int = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings(ProcessSettings):
     """`headrace worker MODEL VERSION`."""
 

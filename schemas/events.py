@@ -234,6 +234,7 @@ class InferenceAdmitted:
     deadline_ms: int
     source: Position
     decisions: tuple[Decision, ...] = ()
+    time_limit_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +337,7 @@ class ModelVersionRegistered:
     default_timeout_ms: int = 600_000
     created_ms: int = 0
     digest: str = ""
+    time_limit_ms: int = 3_600_000
 
 
 @dataclass(frozen=True, slots=True)

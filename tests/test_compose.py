@@ -46,7 +46,16 @@ def test_it_holds_the_services_and_all_our_processes() -> None:
     images = {service["image"].split(":")[0] for service in THEIRS.values()}
     assert {"apache/kafka", "redis", "postgres", "clickhouse/clickhouse-server"} <= images
     assert "s3" in THEIRS
-    assert {"topics", "models", "admission-interactive", "admission-batch", "endings", "worker", "bridge"} <= set(OURS)
+    assert {
+        "topics",
+        "models",
+        "admission-interactive",
+        "admission-batch",
+        "endings",
+        "lifecycle",
+        "worker",
+        "bridge",
+    } <= set(OURS)
 
 
 @pytest.mark.parametrize("name", THEIRS)

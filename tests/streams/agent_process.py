@@ -1,4 +1,4 @@
-"""An agent as a process of its own: python agent_process.py admission|endings, with settings from the environment."""
+"""An agent as a process of its own: python agent_process.py admission|endings|lifecycle, with settings from the environment."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import asyncio
 import sys
 
 from infra import process
-from infra.settings import AdmissionSettings, EndingsSettings
-from streams import admission, endings
+from infra.settings import AdmissionSettings, EndingsSettings, LifecycleSettings
+from streams import admission, deadlines, endings
 
 
 async def main(stop: asyncio.Event) -> None:
-    if sys.argv[1] == "admission":
-        await admission.run(AdmissionSettings.from_env(), stop)
-    else:
-        await endings.run(EndingsSettings.from_env(), stop)
+    match sys.argv[1]:
+        case "admission":
+            await admission.run(AdmissionSettings.from_env(), stop)
+        case "endings":
+            await endings.run(EndingsSettings.from_env(), stop)
+        case _:
+            await deadlines.run(LifecycleSettings.from_env(), stop)
 
 
 if __name__ == "__main__":

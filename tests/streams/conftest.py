@@ -26,6 +26,15 @@ def endings(kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> I
     assert agent.stop() == 0, agent.log.read_text()
 
 
+@pytest.fixture(scope="module")
+def lifecycle(kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    """A running keeper of deadlines."""
+    agent = Agent("lifecycle", kafka, tmp_path_factory.mktemp("lifecycle"))
+    agent.start()
+    yield agent
+    assert agent.stop() == 0, agent.log.read_text()
+
+
 @pytest.fixture
 async def site(kafka: KafkaSettings) -> AsyncIterator[Site]:
     """A tenant and a model of their own."""

@@ -64,7 +64,7 @@ class LoopThread:
 
 @dataclass
 class RunningStack:
-    """Two admissions, endings, one bridge, one worker of the scripted engine; tenants `acme` and `other`.
+    """Two admissions, endings, lifecycle, one bridge, one worker of the scripted engine; tenants `acme` and `other`.
 
     Attributes:
         keys: each tenant's API key.
@@ -107,6 +107,7 @@ class RunningStack:
         self.add("admission-interactive", "streams", "admission", "--tier", "interactive")
         self.add("admission-batch", "streams", "admission", "--tier", "batch")
         self.add("endings", "streams", "endings")
+        self.add("lifecycle", "streams", "lifecycle")
         self.add("bridge", "bridge", "--port", str(self.port))
         for name in self._specs:
             self.await_ready(name)

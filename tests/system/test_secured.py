@@ -24,6 +24,7 @@ from infra.models_file import ModelEntry
 from infra.settings import KafkaSettings, grant_secret
 from infra.topics import ensure_tenant
 from schemas.events import Reply
+from tests.system.asking import COMPLETIONS, body_of, call
 from tests.system.running import MODEL, ROOT, TENANTS, RunningStack
 from tests.system.secured import PLAIN, SCRAM, Authority, SecuredKafka, with_password
 
@@ -34,10 +35,11 @@ PROCESSES = {
     "bridge": ("bridge", "--port", "0"),
     "admission": ("streams", "admission"),
     "endings": ("streams", "endings"),
+    "lifecycle": ("streams", "lifecycle"),
     "worker": ("worker", MODEL, "1"),
     "operator": ("topics", "list"),
 }
-SERVING = ("worker", "admission", "endings", "bridge")
+SERVING = ("worker", "admission", "endings", "lifecycle", "bridge")
 BY_CERTIFICATE = ("worker", "admission")
 """One on aiokafka and one on Faust, in a second round."""
 
@@ -93,6 +95,12 @@ def test_a_chat_is_answered_by_processes_that_may_do_no_more_than_their_part(
     assert ask(stack, "Hello, wörld") == "Hello, wörld"
     tail = stack.command("topics", "tail", "answers", "--from", "beginning", "--no-follow", "--json")
     assert "InferenceAnswered" in tail.stdout
+    stack.pause("worker")
+    try:
+        late = call(stack, COMPLETIONS, body_of(COMPLETIONS, "hello", timeout=1))
+    finally:
+        stack.resume("worker")
+    assert (late.status, late.error and late.error["code"]) == (504, "deadline_exceeded")
     for name in BY_CERTIFICATE:
         stack.remove(name)
         add(stack, name, secured.mutual(name))

@@ -143,6 +143,7 @@ def test_it_stays_up_for_other_commands_until_ctrl_c(ups: list[Up], tmp_path: Pa
         "admission-interactive",
         "admission-batch",
         "endings",
+        "lifecycle",
         "bridge",
     }
     assert up.command("chat", "--message", "found without any option").stdout == "found without any option\n"

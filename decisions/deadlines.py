@@ -1,0 +1,146 @@
+"""Who is answered by the clock: what hasn't begun at its deadline, and what runs beyond its time limit.
+
+A deadline is kept whatever the workers do. The word is written with `if_not_started`, so the fold ignores it where generation has begun
+meanwhile; a time limit closes always. `Watch` is the bookkeeping of one `lifecycle` partition: records in, words out, and the offset below
+which nothing is needed any more. It reads no clock and does no I/O.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+
+from schemas.events import (
+    InferenceAdmitted,
+    InferenceCancelled,
+    InferenceCompleted,
+    InferenceFailed,
+    InferenceStarted,
+    Reply,
+)
+from schemas.reasons import Reason
+
+Key = tuple[str, str]
+"""Tenant and request id."""
+TOLD_AGAIN_MS = 10_000
+"""A word that brought no ending is written again after this long,"""
+TOLD_MAX = 5
+"""so often in all; then the request is forgotten: its stream is gone."""
+PASSED_MAX = 1_000
+"""Times kept that mean nothing any more."""
+WATCHED_MAX = 200_000
+"""Requests of one partition; of more, the oldest is forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What the clock says of a request: the ending for its caller's partition, and the cancel for the worker that runs it.
+
+    What hasn't begun has no cancel: it may begin at this moment, and then the ending doesn't count. Workers keep deadlines too.
+    """
+
+    reply: Reply
+    ending: InferenceFailed
+    cancel: InferenceCancelled | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    offset: int
+    admitted: InferenceAdmitted
+    due_ms: int = 0
+    begun: bool = False
+    told: int = 0
+
+
+class Watch:
+    """The open requests of one `lifecycle` partition, by when the clock has something to say of each."""
+
+    def __init__(self, start: int) -> None:
+        """`start` is the offset of the first record that will be applied."""
+        self._open: OrderedDict[Key, _Request] = OrderedDict()
+        self._due: list[tuple[int, Key]] = []
+        self._next = start
+
+    def __len__(self) -> int:
+        """How many requests are open."""
+        return len(self._open)
+
+    @property
+    def committable(self) -> int:
+        """The offset below which no open request has its admission."""
+        oldest = next(iter(self._open.values()), None)
+        return self._next if oldest is None else oldest.offset
+
+    @property
+    def next_due_ms(self) -> int | None:
+        """When `due` may have something to say, in ms since 1970; None if nothing is open."""
+        return self._due[0][0] if self._due else None
+
+    def apply(self, offset: int, timestamp_ms: int, event: object) -> None:
+        """One record of the partition, in order. Whatever says nothing of a request's time is passed over."""
+        self._next = max(self._next, offset + 1)
+        match event:
+            case InferenceAdmitted():
+                key = event.tenant, event.request_id
+                if key not in self._open:
+                    self._open[key] = _Request(offset, event)
+                    self._plan(key, event.deadline_ms)
+                if len(self._open) > WATCHED_MAX:
+                    self._open.popitem(last=False)
+            case InferenceStarted():
+                self._begun((event.tenant, event.request_id), timestamp_ms)
+            case InferenceCompleted() | InferenceFailed():
+                self._open.pop((event.tenant, event.request_id), None)
+
+    def _begun(self, key: Key, timestamp_ms: int) -> None:
+        request = self._open.get(key)
+        if request is None or request.begun:
+            return
+        if request.admitted.time_limit_ms is None:
+            del self._open[key]
+            return
+        request.begun, request.told = True, 0
+        self._plan(key, timestamp_ms + request.admitted.time_limit_ms)
+
+    def _plan(self, key: Key, due_ms: int) -> None:
+        self._open[key].due_ms = due_ms
+        heapq.heappush(self._due, (due_ms, key))
+        if len(self._due) > 2 * len(self._open) + PASSED_MAX:
+            self._due = [(request.due_ms, name) for name, request in self._open.items()]
+            heapq.heapify(self._due)
+
+    def due(self, now_ms: int, words_max: int) -> list[Word]:
+        """What is to be said now, so many words at most; each is due again later, unless its ending comes."""
+        words: list[Word] = []
+        while self._due and self._due[0][0] <= now_ms and len(words) < words_max:
+            due_ms, key = heapq.heappop(self._due)
+            request = self._open.get(key)
+            if request is None or request.due_ms != due_ms:
+                continue
+            if request.told == TOLD_MAX:
+                del self._open[key]
+                continue
+            request.told += 1
+            self._plan(key, now_ms + TOLD_AGAIN_MS)
+            words.append(word(request.admitted, begun=request.begun))
+        return words
+
+
+def word(admitted: InferenceAdmitted, *, begun: bool) -> Word:
+    """What the clock says of a request that hasn't begun at its deadline, or runs beyond its time limit."""
+    reason = Reason.TIME_LIMIT_EXCEEDED if begun else Reason.DEADLINE_EXCEEDED
+    ending = InferenceFailed(
+        admitted.request_id,
+        admitted.tenant,
+        admitted.model,
+        admitted.version,
+        admitted.tier,
+        reason.value,
+        reason.text,
+        source="timer",
+    )
+    if not begun:
+        return Word(admitted.reply, replace(ending, if_not_started=True))
+    return Word(admitted.reply, ending, InferenceCancelled(admitted.request_id, admitted.tenant))

@@ -1,0 +1,237 @@
+"""The clock acts: follows `lifecycle`, and ends in `tokens` what `decisions.deadlines` says is due.
+
+One aiokafka consumer in the group `deadlines`. A partition's offset is committed only below its oldest open request, so the next owner
+finds all of them. Nothing is said before a partition has been read to where it ended when it came: what ended meanwhile needs no word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
+from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
+
+from decisions.deadlines import Watch, Word
+from infra import metrics
+from infra.kafka import make_consumer
+from infra.log import EventDecoder, EventProducer, NoSuchPartition
+from infra.reach import until_reached
+from infra.settings import LifecycleSettings
+from infra.telemetry import OpsServer
+from schemas.errors import Undecodable
+from schemas.topics import CONTROL, HOUR_MS, LIFECYCLE, SCHEMAS, TOKENS
+from streams.outbox import Outgoing, deliver, reply_to
+
+PROCESS = "lifecycle"
+GROUP = "deadlines"
+TOPICS = (LIFECYCLE, TOKENS, CONTROL, SCHEMAS)
+POLL_MS = 500
+RECORDS_MAX = 2_000
+WORDS_MAX = 512
+"""Words on their way at once; the others wait."""
+READ_BACK_MS = 2 * HOUR_MS
+"""How far a group without offsets reads back: whatever is older has left `tokens`."""
+FETCH_WAIT_MS = 200
+LEAVE_WAIT_S = 5.0
+
+log = structlog.get_logger("streams.deadlines")
+
+
+@dataclass(slots=True)
+class _Held:
+    watch: Watch
+    caught_up_at: int
+    committed: int
+    caught_up: bool = False
+
+
+class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no types
+    """Watches the partitions that the group gives it."""
+
+    def __init__(self, consumer: AIOKafkaConsumer, producer: EventProducer, decoder: EventDecoder) -> None:
+        self._consumer = consumer
+        self._producer = producer
+        self._decoder = decoder
+        self._held: dict[TopicPartition, _Held] = {}
+        self._words: set[asyncio.Task[None]] = set()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.assigned = False
+
+    # --- partitions come and go --------------------------------------------------------------------------------------
+
+    async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
+        """Commit what is needed no more, and forget."""
+        try:
+            await self.commit()
+        finally:
+            for partition in list(revoked):
+                self._held.pop(partition, None)
+
+    async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
+        """Begin each partition at its oldest open request."""
+        try:
+            await self._open(list(assigned))
+        except Exception as error:  # aiokafka would log it, and go on with partitions that nobody watches
+            self.fail(error)
+
+    async def _open(self, partitions: list[TopicPartition]) -> None:
+        since_ms = int(time.time() * 1000) - READ_BACK_MS
+        found = await self._consumer.offsets_for_times(dict.fromkeys(partitions, since_ms)) if partitions else {}
+        ends = await self._consumer.end_offsets(partitions) if partitions else {}
+        for partition in partitions:
+            start = await self._consumer.committed(partition)
+            if start is None:
+                recent = found.get(partition)
+                start = ends[partition] if recent is None else recent.offset
+            self._held[partition] = _Held(Watch(start), ends[partition], start, caught_up=start >= ends[partition])
+            self._consumer.seek(partition, start)
+        self.assigned = True
+
+    # --- records and words -------------------------------------------------------------------------------------------
+
+    @property
+    def wait_ms(self) -> int:
+        """How long may be waited for records before something may be due."""
+        dues = [held.watch.next_due_ms for held in self._held.values() if held.caught_up]
+        first_ms = min((due for due in dues if due is not None), default=None)
+        return POLL_MS if first_ms is None else max(1, min(POLL_MS, first_ms - _now_ms()))
+
+    async def take(self, partition: TopicPartition, records: Iterable[ConsumerRecord]) -> None:
+        """What `lifecycle` tells of requests. A record that can't be read is passed over: it is no event of ours."""
+        held = self._held.get(partition)
+        for record in records:
+            try:
+                event: object = await self._decoder.decode(record.value)
+            except Undecodable:
+                event = None
+                metrics.PASSED_OVER.labels(LIFECYCLE).inc()
+            if held is None or self._held.get(partition) is not held:
+                return
+            held.watch.apply(record.offset, record.timestamp, event)
+            held.caught_up = held.caught_up or record.offset + 1 >= held.caught_up_at
+
+    def speak(self) -> None:
+        """Say what is due, as far as there is room."""
+        now_ms = _now_ms()
+        for held in self._held.values():
+            if held.caught_up and len(self._words) < WORDS_MAX:
+                for word in held.watch.due(now_ms, WORDS_MAX):
+                    task = asyncio.create_task(self._say(word))
+                    self._words.add(task)
+                    task.add_done_callback(self._words.discard)
+
+    async def _say(self, word: Word) -> None:
+        ending = word.ending
+        records = [reply_to(word.reply, ending, ending.request_id)]
+        if word.cancel is not None:
+            records.append(Outgoing(CONTROL, word.cancel, word.cancel.request_id))
+        try:
+            await deliver(self._producer, records)
+        except NoSuchPartition as error:
+            log.warning("a caller's partition is gone", request_id=ending.request_id, error=error.message)
+        except Exception as error:
+            self.fail(error)
+        else:
+            metrics.ENDED_BY_CLOCK.labels(ending.reason).inc()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing can be said any more: whoever watches `failed` ends the process."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    # --- offsets -----------------------------------------------------------------------------------------------------
+
+    async def commit(self) -> None:
+        """Commit below the oldest open requests. If the group has moved on, the next owner reads a little more."""
+        due = {
+            partition: held.watch.committable
+            for partition, held in self._held.items()
+            if held.watch.committable > held.committed
+        }
+        if not due:
+            return
+        try:
+            await self._consumer.commit(due)
+        except (CommitFailedError, IllegalStateError) as error:
+            log.info("a commit came too late", error=type(error).__name__)
+            return
+        for partition, offset in due.items():
+            if partition in self._held:
+                self._held[partition].committed = offset
+
+    async def settle(self) -> None:
+        """Wait, for a while, until every word begun is confirmed."""
+        if self._words:
+            await asyncio.wait(self._words, timeout=LEAVE_WAIT_S)
+
+
+async def run(settings: LifecycleSettings, stop: asyncio.Event) -> None:
+    """Keep deadlines until `stop` is set. Raises what makes it impossible to go on."""
+    producer, decoder = EventProducer(settings.kafka, PROCESS), EventDecoder(settings.kafka)
+    consumer = make_consumer(
+        settings.kafka,
+        group=GROUP,
+        session_timeout_ms=settings.session_timeout_ms,
+        heartbeat_interval_ms=settings.session_timeout_ms // 5,
+        fetch_max_wait_ms=FETCH_WAIT_MS,
+    )
+    deadlines = Deadlines(consumer, producer, decoder)
+    waiting = "connecting"
+
+    def wait(missing: str) -> None:
+        nonlocal waiting
+        waiting = missing
+
+    ops = OpsServer(settings.ops_port, lambda: producer.failure if deadlines.assigned else waiting)
+    async with contextlib.AsyncExitStack() as cleanup:
+        await ops.start()
+        cleanup.push_async_callback(ops.stop)
+        if not await until_reached(settings.kafka, TOPICS, stop, wait):
+            return
+        wait(f"no partitions of {LIFECYCLE} are assigned yet")
+        await producer.start()
+        cleanup.push_async_callback(producer.stop)
+        consumer.subscribe([LIFECYCLE], listener=deadlines)
+        cleanup.push_async_callback(consumer.stop)
+        await consumer.start()
+        following: asyncio.Future[Any] = asyncio.ensure_future(_follow(settings, consumer, deadlines, stop))
+        cleanup.push_async_callback(_cancel, following)
+        log.info("deadlines are kept")
+        done, _ = await asyncio.wait([following, deadlines.failed], return_when=asyncio.FIRST_COMPLETED)
+        for ended in done:
+            ended.result()
+        await deadlines.settle()
+        with contextlib.suppress(KafkaError):
+            await deadlines.commit()
+
+
+async def _follow(
+    settings: LifecycleSettings, consumer: AIOKafkaConsumer, deadlines: Deadlines, stop: asyncio.Event
+) -> None:
+    committed_s = time.monotonic()
+    while not stop.is_set():
+        batches = await consumer.getmany(timeout_ms=deadlines.wait_ms, max_records=RECORDS_MAX)
+        for partition, records in batches.items():
+            await deadlines.take(partition, records)
+        deadlines.speak()
+        if time.monotonic() - committed_s >= settings.commit_interval_ms / 1000:
+            committed_s = time.monotonic()
+            try:
+                await deadlines.commit()
+            except KafkaError as error:
+                log.warning("can't commit yet", error=type(error).__name__)
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _now_ms() -> int:
+    return int(time.time() * 1000)
