@@ -239,7 +239,8 @@ class Group:
         """After a rebalance: keep what came back, drop what didn't."""
         # aiokafka tells a listener the partitions but not the generation, which orders attempts.
         generation: int = self._consumer._coordinator.generation  # noqa: SLF001
-        before, unbroken = self.held, generation == self.generation + 1
+        # The same one comes again when a member joins once more without need: nobody had anything in between.
+        before, unbroken = self.held, generation in (self.generation, self.generation + 1)
         self.held = {tp: held for tp, held in before.items() if tp in assigned and unbroken}
         self._fresh = assigned - set(self.held)
         self.generation = generation

@@ -240,3 +240,20 @@ async def test_a_rebalance_in_the_middle_of_a_hand_over_takes_no_release_back(mo
 async def _nobody_comes(_works: Any, _leave: Any) -> AsyncIterator[Work]:
     return
     yield
+
+
+@pytest.mark.parametrize(("generation", "kept"), [(5, True), (6, True), (7, False), (2, False)])
+async def test_what_comes_back_is_kept_if_nobody_can_have_had_it_between(generation: int, kept: bool) -> None:
+    """A commit that came too late makes aiokafka join once more, and the broker then repeats the present generation."""
+    async with loop_on(Log()) as loop:
+        work = taken_by(loop)
+        group, tp = loop._group, work.held.tp
+        consumer = group._consumer
+        group.generation = 5
+        group._consumer = SimpleNamespace(
+            _coordinator=SimpleNamespace(generation=generation), seek=lambda _tp, _offset: None
+        )
+        await group.rebalanced({tp})
+        group._consumer = consumer
+        assert (group.held.get(tp) is work.held) is kept
+        assert (work.key in loop._works) is kept
