@@ -79,7 +79,13 @@ ROLES = (
         ("work.*",),
         creates=(ALL_WORK,),
     ),
-    Role("operator", "the command line", (ALL,), (TENANTS, REGISTRY, SCHEMAS), creates=(ALL,)),
+    Role(
+        "operator",
+        "the command line",
+        (ALL,),
+        (TENANTS, REGISTRY, SCHEMAS, DEAD_LETTERS, ALL_REQUESTS),
+        creates=(ALL,),
+    ),
 )
 
 

@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("cli.explain:explain", "One request's timeline, read back from the log."),
     "models": ("cli.models:models", "List, register and promote model versions."),
     "tenants": ("cli.tenants:tenants", "Tenants, their API keys and their grants."),
+    "dead-letters": ("cli.dead_letters:dead_letters", "Records that could not be handled: see, retry or drop them."),
     "topics": ("cli.topics:topics", "Create, list and follow the log's topics."),
     "bench": ("cli.bench:bench", "Measure, side by side with peers."),
     "bridge": ("cli.processes:bridge", "Run a front door (HTTP, SSE, WebSocket)."),

@@ -230,7 +230,7 @@ def grant(
     from infra.settings import grant_secret
 
     secret = grant_secret(data_dir())
-    out = run_async(_grant(kafka_settings(), secret, name, key_id, tiers, ttl_ms, encoding))
+    out = run_async(grant_for(kafka_settings(), secret, name, key_id, tiers, ttl_ms, encoding))
     if as_json:
         print_json(out)
         return
@@ -239,7 +239,7 @@ def grant(
     console(stderr=True).print(f"{text}. It expires at {_date(out['expires_ms'])} UTC. docs/direct.py is an example.")
 
 
-async def _grant(
+async def grant_for(
     settings: KafkaSettings,
     secret: bytes,
     name: str,
@@ -248,7 +248,7 @@ async def _grant(
     ttl_ms: int,
     encoding: str,
 ) -> dict[str, Any]:
-    """Checks the key, makes the reply topic, and signs."""
+    """Checks the key, makes the reply topic, and signs: `grant`, and what it says. Raises HeadraceError (not_found, permission_denied)."""
     from infra.grants import Grant, mint
     from infra.topics import ensure_tenant
 

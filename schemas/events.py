@@ -32,6 +32,7 @@ __all__ = [
     "Attempt",
     "ChoiceAnswer",
     "ChoiceEnd",
+    "DeadLetterSettled",
     "Decision",
     "Event",
     "GenerationReleased",
@@ -373,6 +374,15 @@ class RecordDeadLettered:
     process: str
 
 
+@dataclass(frozen=True, slots=True)
+class DeadLetterSettled:
+    """An operator has dealt with the dead letter at this offset of `dead-letters`: `dropped`, or `retried` as the request `request_id`."""
+
+    letter: int
+    outcome: str
+    request_id: str = ""
+
+
 Event = (
     InferenceRequested
     | InferenceCancelled
@@ -393,6 +403,7 @@ Event = (
     | ModelPromoted
     | SchemaPublished
     | RecordDeadLettered
+    | DeadLetterSettled
 )
 EVENT_TYPES: tuple[type[Event], ...] = Event.__args__
 StreamEvent = (

@@ -154,6 +154,21 @@ def test_on_the_topics_of_requests(
     assert counted(stack, "admission-interactive", "headrace_dead_letters")["requests.interactive"] >= len(sent) // 2
 
 
+def test_a_request_that_was_put_aside_is_asked_again(stack: RunningStack) -> None:
+    """It had no grant; an operator gives it one."""
+    mark = Mark(stack, "dead-letters")
+    request = encode(InferenceRequested(request_id(0, b"put aside "), MODEL, messages=(Message("user", "at last"),)))
+    (place,) = stack.thread.run(send(stack.kafka, [("requests.interactive", None, b"acme", request)], []))
+    stack.until(lambda: place in dead_letters(mark))
+    listed = stack.command("dead-letters", "list", "--topic", place.topic, "--json").stdout.splitlines()
+    letters = {(found["partition"], found["offset"]): found["id"] for found in map(json.loads, listed)}
+    number = str(letters[place.partition, place.offset])
+    asked = json.loads(stack.command("dead-letters", "retry", number, "--json").stdout)
+    told = stack.ended(asked["request_id"])
+    assert told.facts["outcome"] == "completed"
+    assert "was retried already" in stack.command("dead-letters", "retry", number, check=False).stderr
+
+
 def test_on_the_topics_of_work_and_tokens(stack: RunningStack, grant: Path, headers: list[tuple[str, bytes]]) -> None:
     mark = Mark(stack, "dead-letters")
     topics = [f"work.{MODEL}.1.interactive", f"work.{MODEL}.1.batch", "tokens", "tokens.acme"]

@@ -1,0 +1,173 @@
+"""Dead letters on the real log: listed, shown, asked again, dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cli.context import run_async
+from cli.main import cli
+from infra.dead_letters import dead_letter
+from infra.grants import read as read_grant
+from infra.log import EventDecoder, EventProducer
+from infra.read import read_to_end
+from infra.settings import KafkaSettings, grant_secret
+from schemas.codec import encode
+from schemas.errors import HeadraceError
+from schemas.events import InferenceRequested, InferenceScheduled, Message, Reply, Sampling
+from schemas.topics import GRANT_HEADER, TOKENS, requests_topic
+
+pytestmark = pytest.mark.kafka
+Run = Callable[..., Result]
+
+
+@dataclass
+class Raw:
+    """A record that some process could not handle."""
+
+    topic: str
+    value: bytes | None
+    key: bytes | None = None
+    partition: int = 2
+    offset: int = 7
+    timestamp: int = 1_800_000_000_000
+    headers: tuple[tuple[str, bytes], ...] = (("grant", b"very secret"), ("traceparent", b"00-1-2-03"))
+
+
+@pytest.fixture
+def run(kafka: KafkaSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("HEADRACE_KAFKA", kafka.bootstrap)
+    monkeypatch.setenv("HEADRACE_DATA", str(tmp_path))
+    monkeypatch.delenv("HEADRACE_GRANT_SECRET", raising=False)
+
+    def call(*arguments: str, status: int = 0, fails: str | None = None) -> Result:
+        result = CliRunner().invoke(cli, arguments)
+        if fails is None:
+            assert result.exit_code == status, (result.output, result.exception)
+        else:
+            assert isinstance(result.exception, HeadraceError), result.output
+            assert fails in result.exception.message
+        return result
+
+    return call
+
+
+@pytest.fixture
+def topic() -> str:
+    """A work topic that no other test's letters name."""
+    return f"work.m{secrets.token_hex(4)}.1.interactive"
+
+
+def put_aside(kafka: KafkaSettings, *records: Raw) -> None:
+    async def work() -> None:
+        producer = EventProducer(kafka, "test")
+        await producer.start()
+        try:
+            for record in records:
+                await dead_letter(producer, record, "internal_error", "LookupError in admission", "admission")
+        finally:
+            await producer.stop()
+
+    run_async(work())
+
+
+def scheduled(tenant: str, model: str = "m") -> bytes:
+    reply = Reply(TOKENS, 3)
+    return encode(InferenceScheduled("old", tenant, model, "1", "batch", (1, 2), Sampling(), 10, 5, reply, "salt"))
+
+
+def listed(run: Run, topic: str, *more: str) -> list[dict[str, Any]]:
+    lines = run("dead-letters", "list", "--topic", topic, "--json", *more).stdout.splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_letters_are_listed_and_shown_without_their_grant(run: Run, kafka: KafkaSettings, topic: str) -> None:
+    put_aside(kafka, Raw(topic, scheduled("acme"), b"k"), Raw(topic, b"\xff\x00"))
+    event, junk = listed(run, topic)
+    assert (event["state"], event["partition"], event["offset"], event["key"]) == ("open", 2, 7, "k")
+    assert (event["reason"], event["process"]) == ("internal_error", "admission")
+    assert topic in run("dead-letters", "list", "--topic", topic).stdout
+    assert not listed(run, topic, "--reason", "poisoned")
+
+    shown = run("dead-letters", "show", str(event["id"]))
+    assert "InferenceScheduled" in shown.stdout
+    assert "traceparent" in shown.stdout
+    assert "very secret" not in shown.stdout
+    whole = json.loads(run("dead-letters", "show", str(junk["id"]), "--json").stdout)
+    assert (whole["value"], whole["headers"]) == ("/wA=", {"traceparent": "00-1-2-03"})
+    run("dead-letters", "show", "999999999", fails="no dead letter 999999999")
+
+
+def test_dropped_letters_are_no_longer_open(run: Run, kafka: KafkaSettings, topic: str) -> None:
+    put_aside(kafka, *(Raw(topic, b"junk") for _ in range(3)))
+    first, *others = (letter["id"] for letter in listed(run, topic))
+    run("dead-letters", "drop", str(first))
+    assert [letter["id"] for letter in listed(run, topic)] == others
+    assert [letter["state"] for letter in listed(run, topic, "--all")] == ["dropped", "open", "open"]
+    run("dead-letters", "drop", str(first), fails="was dropped already")
+    run("dead-letters", "drop", "--all", "--topic", topic)
+    assert not listed(run, topic)
+    assert "No dead letters" in run("dead-letters", "drop", "--all", "--topic", topic).stdout
+
+
+@pytest.mark.parametrize("arguments", [(), ("7", "--all"), ("7", "--topic", "x")])
+def test_which_letters_are_meant_must_be_clear(run: Run, arguments: tuple[str, ...]) -> None:
+    assert "give the ids" in run("dead-letters", "drop", *arguments, status=2).output
+
+
+def test_a_request_is_asked_again_for_its_tenant_under_a_new_id(
+    run: Run, kafka: KafkaSettings, topic: str, tmp_path: Path
+) -> None:
+    tenant = f"t{secrets.token_hex(4)}"
+    run("tenants", "create", tenant)
+    put_aside(kafka, Raw(topic, scheduled(tenant)), Raw(topic, b"junk"), Raw(topic, scheduled("nobody-at-all")))
+    mine, junk, stranger = (letter["id"] for letter in listed(run, topic))
+
+    result = run("dead-letters", "retry", "--all", "--topic", topic, "--json", status=1)
+    outcomes = {found["id"]: found for found in map(json.loads, result.stdout.splitlines())}
+    assert outcomes[mine]["state"] == "retried"
+    assert "drop it" in outcomes[junk]["error"]
+    assert "nobody-at-all" in outcomes[stranger]["error"]
+    assert {letter["id"]: letter["state"] for letter in listed(run, topic)} == {junk: "open", stranger: "open"}
+
+    new_id = outcomes[mine]["request_id"]
+    record, request = asyncio.run(found_request(kafka, "batch", new_id))
+    assert (record.key, request.prompt_token_ids) == (tenant.encode(), (1, 2))
+    grant = read_grant(grant_secret(tmp_path), dict(record.headers)[GRANT_HEADER])
+    assert (grant.tenant, grant.tiers, grant.reply.topic) == (tenant, ("batch",), f"tokens.{tenant}")
+
+
+def test_a_request_whose_record_has_no_key_needs_its_tenant(run: Run, kafka: KafkaSettings) -> None:
+    tenant = f"t{secrets.token_hex(4)}"
+    run("tenants", "create", tenant)
+    put_aside(kafka, Raw(requests_topic("interactive"), request_named(tenant), None))
+    number = listed(run, requests_topic("interactive"))[-1]["id"]
+    refused = run("dead-letters", "retry", str(number), "--json", status=1)
+    assert "--tenant" in json.loads(refused.stdout)["error"]
+    asked = json.loads(run("dead-letters", "retry", str(number), "--tenant", tenant, "--json").stdout)
+    _, request = asyncio.run(found_request(kafka, "interactive", asked["request_id"]))
+    assert request.user == tenant
+
+
+def request_named(name: str) -> bytes:
+    return encode(InferenceRequested("old", "m", messages=(Message("user", "hi"),), user=name))
+
+
+async def found_request(kafka: KafkaSettings, tier: str, request_id: str) -> tuple[Any, InferenceRequested]:
+    decoder, found = EventDecoder(kafka), list[tuple[Any, InferenceRequested]]()
+    async for record in read_to_end(kafka, requests_topic(tier)):
+        with suppress(HeadraceError):
+            event = await decoder.decode(record.value)
+            if isinstance(event, InferenceRequested) and event.request_id == request_id:
+                found.append((record, event))
+    (one,) = found
+    return one
