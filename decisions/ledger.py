@@ -8,11 +8,12 @@ A scope is what shares one limit: the tenant as a whole, one key, one model. Eac
 Time is that of the records of one partition; it may step back. A charge made after a step back is dated at the newest time seen, so it counts
 longer; slots are kept for `STEP_BACK_MS` after they expire, so within that a step back forgets nothing.
 
-Rows survive a crash at any point if the reservation's row is in the log before the rows of its counters. What these lack, `repair` puts back.
+A counter's row may be older than the reservations that changed it: what it lacks, `repair` puts back from theirs.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -76,6 +77,15 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Charges:
+    """One window's slots, oldest first (they expire in that order, too), and the sums of their requests and of what they spent."""
+
+    slots: tuple[Slot, ...] = ()
+    requests: int = 0
+    spent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Counter:
     """One scope's state.
 
@@ -84,7 +94,7 @@ class Counter:
         clock_ms: the moment of the newest charge.
         running: requests that stand.
         held: tokens that they reserve, whenever that was.
-        minute, day, month: the slots of each window, oldest first.
+        minute, day, month: the charges of each window.
         requests_total, tokens_total: admitted, and used by requests that have ended, since the tenant began.
     """
 
@@ -92,24 +102,27 @@ class Counter:
     clock_ms: int = 0
     running: int = 0
     held: int = 0
-    minute: tuple[Slot, ...] = ()
-    day: tuple[Slot, ...] = ()
-    month: tuple[Slot, ...] = ()
+    minute: Charges = field(default_factory=Charges)
+    day: Charges = field(default_factory=Charges)
+    month: Charges = field(default_factory=Charges)
     requests_total: int = 0
     tokens_total: int = 0
 
-    def slots(self, window: Window) -> tuple[Slot, ...]:
-        """The slots of a window, oldest first; so they expire, too."""
+    def charges(self, window: Window) -> Charges:
+        """The charges of a window."""
         if window is Window.MINUTE:
             return self.minute
         return self.day if window is Window.DAY else self.month
 
     def used(self, window: Window, unit: Unit, now_ms: int) -> int:
         """Reserved + spent in the window that ends now: requests admitted in it, or its tokens spent and all that are held."""
-        slots = self.slots(window)
-        if unit is Unit.REQUESTS:
-            return sum(slot.requests for slot in slots if slot.expires_ms > now_ms)
-        return self.held + sum(slot.spent for slot in slots if slot.expires_ms > now_ms)
+        charges = self.charges(window)
+        requests, tokens = charges.requests, self.held + charges.spent
+        for slot in charges.slots:
+            if slot.expires_ms > now_ms:
+                break
+            requests, tokens = requests - slot.requests, tokens - slot.spent
+        return requests if unit is Unit.REQUESTS else tokens
 
     def falls_to(self, most: int, window: Window, unit: Unit, now_ms: int) -> int:
         """The first moment, from now on, at which at most `most` is in use: `now_ms` if only what runs is in the way.
@@ -119,13 +132,12 @@ class Counter:
         """
         if most < 0:
             raise ValueError(f"nothing falls to {most}")
-        left = [slot for slot in self.slots(window) if slot.expires_ms > now_ms]
-        in_use, at_ms = sum(slot.amount(unit) for slot in left), now_ms
-        for slot in left:
-            if in_use <= most:
-                break
-            in_use, at_ms = in_use - slot.amount(unit), slot.expires_ms
-        return at_ms
+        in_use = 0
+        for slot in reversed(self.charges(window).slots):
+            in_use += slot.amount(unit)
+            if in_use > most:
+                return max(now_ms, slot.expires_ms)
+        return now_ms
 
 
 NEW = Counter()
@@ -156,7 +168,8 @@ def hold(counters: Counters, scopes: Iterable[str], cost: Cost, now_ms: int) -> 
     before = {scope: counters.get(scope, NEW) for scope in scopes}
     charged_ms = max(now_ms, *(counter.clock_ms for counter in before.values()))
     made = Hold(charged_ms, cost, {scope: counter.seq + 1 for scope, counter in before.items()})
-    return made, {scope: _charged(counter, made) for scope, counter in before.items()}
+    spans = _spans(charged_ms)
+    return made, {scope: _charged(counter, made, spans) for scope, counter in before.items()}
 
 
 def settle(counters: Counters, made: Hold, tokens: int) -> tuple[Settlement, dict[str, Counter]]:
@@ -174,7 +187,8 @@ def withdraw(counters: Counters, made: Hold) -> tuple[Settlement, dict[str, Coun
 
 def _settle(counters: Counters, made: Hold, tokens: int, requests: int) -> tuple[Settlement, dict[str, Counter]]:
     done = Settlement(tokens, requests, {scope: counters[scope].seq + 1 for scope in made.seqs})
-    return done, {scope: _settled(counters[scope], made, done) for scope in made.seqs}
+    spans = _spans(made.charged_ms)
+    return done, {scope: _settled(counters[scope], made, done, spans) for scope in made.seqs}
 
 
 def repair(counters: Counters, rows: Iterable[tuple[Hold, Settlement | None]]) -> dict[str, Counter]:
@@ -190,70 +204,84 @@ def repair(counters: Counters, rows: Iterable[tuple[Hold, Settlement | None]]) -
         counter = before = counters.get(scope, NEW)
         for seq, made, done in sorted(all_steps, key=lambda step: step[0]):
             if seq > counter.seq:
-                counter = _charged(counter, made) if done is None else _settled(counter, made, done)
-                counter = replace(counter, seq=seq)
+                spans = _spans(made.charged_ms)
+                after = _charged(counter, made, spans) if done is None else _settled(counter, made, done, spans)
+                counter = replace(after, seq=seq)
         if counter is not before:
             changed[scope] = counter
     return changed
 
 
-def _charged(counter: Counter, made: Hold) -> Counter:
+def _charged(counter: Counter, made: Hold, spans: Spans) -> Counter:
+    minute, day, month = spans
     return Counter(
         seq=counter.seq + 1,
         clock_ms=made.charged_ms,
         running=counter.running + made.cost.running,
         held=counter.held + made.cost.tokens,
-        minute=_with_charge(counter.minute, Window.MINUTE, made),
-        day=_with_charge(counter.day, Window.DAY, made),
-        month=_with_charge(counter.month, Window.MONTH, made),
+        minute=_with_charge(counter.minute, minute, made),
+        day=_with_charge(counter.day, day, made),
+        month=_with_charge(counter.month, month, made),
         requests_total=counter.requests_total + made.cost.requests,
         tokens_total=counter.tokens_total,
     )
 
 
-def _settled(counter: Counter, made: Hold, done: Settlement) -> Counter:
+def _settled(counter: Counter, made: Hold, done: Settlement, spans: Spans) -> Counter:
+    minute, day, month = spans
     return Counter(
         seq=counter.seq + 1,
         clock_ms=counter.clock_ms,
         running=counter.running - made.cost.running,
         held=counter.held - made.cost.tokens,
-        minute=_with_settlement(counter.minute, Window.MINUTE, made, done),
-        day=_with_settlement(counter.day, Window.DAY, made, done),
-        month=_with_settlement(counter.month, Window.MONTH, made, done),
+        minute=_with_settlement(counter.minute, minute, made, done),
+        day=_with_settlement(counter.day, day, made, done),
+        month=_with_settlement(counter.month, month, made, done),
         requests_total=counter.requests_total + done.requests - made.cost.requests,
         tokens_total=counter.tokens_total + done.tokens,
     )
 
 
-def _with_charge(slots: tuple[Slot, ...], window: Window, made: Hold) -> tuple[Slot, ...]:
+def _with_charge(charges: Charges, of_slot: Span, made: Hold) -> Charges:
     """The charge joins the newest slot or opens one, and slots that no step back can need any more are let go."""
-    opened_ms, expires_ms = span(window, made.charged_ms)
-    kept = [slot for slot in slots if slot.expires_ms + STEP_BACK_MS > made.charged_ms]
-    last = kept.pop() if kept and kept[-1].opened_ms == opened_ms else Slot(opened_ms, expires_ms)
-    joined = Slot(opened_ms, expires_ms, last.requests + made.cost.requests, last.spent, last.held + made.cost.tokens)
-    return (*kept, joined)
+    slots, requests, spent, gone = charges.slots, charges.requests, charges.spent, 0
+    while gone < len(slots) and slots[gone].expires_ms + STEP_BACK_MS <= made.charged_ms:
+        requests, spent, gone = requests - slots[gone].requests, spent - slots[gone].spent, gone + 1
+    kept = slots[gone:]
+    opened_ms, expires_ms = of_slot
+    last = Slot(opened_ms, expires_ms)
+    if kept and kept[-1].opened_ms == opened_ms:
+        last, kept = kept[-1], kept[:-1]
+    cost = made.cost
+    joined = Slot(opened_ms, expires_ms, last.requests + cost.requests, last.spent, last.held + cost.tokens)
+    return Charges((*kept, joined), requests + cost.requests, spent)
 
 
-def _with_settlement(slots: tuple[Slot, ...], window: Window, made: Hold, done: Settlement) -> tuple[Slot, ...]:
+def _with_settlement(charges: Charges, of_slot: Span, made: Hold, done: Settlement) -> Charges:
     """The slot of the charge is corrected; if it has been let go, what was used lies outside the window."""
-    opened_ms, _ = span(window, made.charged_ms)
-    return tuple(
-        replace(
-            slot,
-            requests=slot.requests + done.requests - made.cost.requests,
-            spent=slot.spent + done.tokens,
-            held=slot.held - made.cost.tokens,
-        )
-        if slot.opened_ms == opened_ms
-        else slot
-        for slot in slots
-    )
+    opened_ms, _ = of_slot
+    slots, returned = charges.slots, made.cost.requests - done.requests
+    at = bisect_left(slots, opened_ms, key=_opened)
+    if at == len(slots) or slots[at].opened_ms != opened_ms:
+        return charges
+    old = slots[at]
+    held = old.held - made.cost.tokens
+    new = Slot(old.opened_ms, old.expires_ms, old.requests - returned, old.spent + done.tokens, held)
+    return Charges((*slots[:at], new, *slots[at + 1 :]), charges.requests - returned, charges.spent + done.tokens)
+
+
+def _opened(slot: Slot) -> int:
+    return slot.opened_ms
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-def span(window: Window, at_ms: int) -> tuple[int, int]:
+Span = tuple[int, int]
+Spans = tuple[Span, Span, Span]
+
+
+def span(window: Window, at_ms: int) -> Span:
     """When the slot of a charge made at a moment opened, and when that charge expires; milliseconds since 1970, UTC."""
     if window is Window.MINUTE:
         return at_ms - at_ms % GRAIN_MS, at_ms + MINUTE_MS
@@ -262,6 +290,10 @@ def span(window: Window, at_ms: int) -> tuple[int, int]:
         return day * DAY_MS, (day + 1) * DAY_MS
     first = _first_of_month(day)
     return first * DAY_MS, _first_of_month(first + 31) * DAY_MS
+
+
+def _spans(at_ms: int) -> Spans:
+    return span(Window.MINUTE, at_ms), span(Window.DAY, at_ms), span(Window.MONTH, at_ms)
 
 
 def _first_of_month(day: int) -> int:

@@ -3,13 +3,14 @@
 A row is found by tenant and request id. It keeps the decision, refusals included, so that a record that comes again is answered again, the
 same; and only what stands is settled, so that an ending that comes again changes nothing.
 
-The shell writes a request's row before the rows of its counters, in one partition, and its work after all of them are confirmed: then a
-crash leaves no counter ahead of its row, and no work without one.
+Each decision is one record in the changelog: the row. A counter's row may be written as rarely as its tenant's rows are few enough to be read
+at recovery, for `repair` puts back what it lacks. It is written after the rows of all its changes, in the same partition or once they are
+confirmed; then a crash leaves no counter ahead of them. A request's work is sent when its row is confirmed, so that there is no work without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -122,12 +123,15 @@ def lapsed(row: Reservation, now_ms: int, counters: Counters) -> tuple[Reservati
     return replace(row, settled=settled), changed
 
 
-def droppable(row: Reservation, now_ms: int, committed: int) -> bool:
-    """Whether a row is needed no more: nothing stands, its time is over, and its record can't come again (`committed` is the next to be read).
+def droppable(row: Reservation, now_ms: int, committed: int, saved: Mapping[str, int]) -> bool:
+    """Whether a row is needed no more: nothing stands, its time is over, its record can't come again, and its counters are saved.
 
-    `now_ms` is the time of the newest record of the partition.
+    `now_ms` is the time of the newest record of the partition, `committed` the offset to be read next after a crash, and `saved` by scope the
+    `seq` of the tenant's counters as the changelog is confirmed to hold them.
     """
-    return not row.stands and now_ms >= row.keep_until_ms and row.offset < committed
+    if row.stands or now_ms < row.keep_until_ms or row.offset >= committed:
+        return False
+    return row.settled is None or all(saved.get(scope, 0) >= seq for scope, seq in row.settled.seqs.items())
 
 
 def repair(counters: Counters, rows: Iterable[Reservation]) -> Changed:

@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hypothesis import strategies as st
+
 from decisions import reservations as rows_of
-from decisions.ledger import STEP_BACK_MS, Cost, Counter, Hold, Slot, settle
+from decisions.ledger import STEP_BACK_MS, Charges, Cost, Counter, Hold, Window, settle, span
 from decisions.quota import Exceeded, Quota, Rates, gauges, limits_for, rates, reserve
 from decisions.reservations import Reservation, Standing
 from schemas.events import InferenceAdmitted, InferenceFailed, InferenceRejected, Position, Reply, Usage
-from schemas.topics import INTERACTIVE, TOKENS
+from schemas.topics import HOUR_MS, INTERACTIVE, MINUTE_MS, TOKENS
 from tests.decisions.worlds import NOW
 
 TIMEOUT_MS = 30_000
+GAPS = st.one_of(
+    st.integers(0, 20_000),
+    st.integers(-STEP_BACK_MS, 2_000),
+    st.integers(MINUTE_MS - STEP_BACK_MS, MINUTE_MS + 2_000),
+    st.sampled_from([0, 12 * HOUR_MS]),
+)
+"""Milliseconds from one request to the next: bursts, steps back, about a window, and half a day."""
 
 
 def quota(key_id: str = "", model: str = "", tier: str = INTERACTIVE, **limits: Any) -> Quota:
     return Quota(tier, key_id, model, **limits)
 
 
+ONE_LIMIT = st.one_of(
+    st.builds(quota, requests_per_minute=st.integers(1, 4)),
+    st.builds(quota, tokens_per_minute=st.integers(20, 60)),
+    st.builds(quota, tokens_per_minute=st.integers(20, 60)),
+    st.builds(quota, concurrent_requests=st.integers(1, 3)),
+    st.builds(quota, tokens_per_day=st.integers(50, 150)),
+    st.builds(quota, tokens_per_month=st.integers(100, 200)),
+)
+"""A quota of all keys and models with a single limit: of several, one would hide another."""
+
+
 def settled_all(counter: Counter) -> Counter:
     """As if all that runs had ended, having used all it held."""
 
-    def spent(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
-        return tuple(replace(slot, spent=slot.spent + slot.held, held=0) for slot in slots)
+    def spent(charges: Charges) -> Charges:
+        slots = tuple(replace(slot, spent=slot.spent + slot.held, held=0) for slot in charges.slots)
+        return Charges(slots, charges.requests, sum(slot.spent for slot in slots))
 
     return replace(
         counter, held=0, running=0, minute=spent(counter.minute), day=spent(counter.day), month=spent(counter.month)
@@ -67,6 +89,61 @@ class Tenant:
         return rates(gauges(self.counters, limits_for(self.quotas, key, model), NOW + at), NOW + at)
 
 
+# --- what an outsider notes ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A record of `requests.interactive`."""
+
+    at_ms: int
+    request_id: str
+    tokens: int
+    key: str
+
+
+@dataclass
+class Truth:
+    """One admission: what it reserved by which record, and what it used, once it ended. Places are in the changelog."""
+
+    asked: Asked
+    place: int = 0
+    used: int | None = None
+    settled_place: int = -1
+
+    @property
+    def charged(self) -> int:
+        return self.asked.tokens if self.used is None else self.used
+
+
+def check_limits(truths: Sequence[Truth], quotas: Iterable[Quota], newest_ms: int) -> None:
+    """By the records' own times: every window of a minute, every day and month, and what runs now keep to quotas of all keys or of each."""
+    for limits in quotas:
+        for key in {truth.asked.key for truth in truths} if limits.key_id else ("",):
+            counted = [truth for truth in truths if key in ("", truth.asked.key)]
+            _check_windows(counted, limits)
+            running = [truth for truth in counted if truth.used is None]
+            recent = [
+                truth for truth in counted if truth.asked.at_ms > newest_ms - MINUTE_MS and truth.used is not None
+            ]
+            _within(limits.concurrent_requests, len(running))
+            _within(limits.tokens_per_minute, sum(truth.charged for truth in (*running, *recent)))
+
+
+def _check_windows(truths: Sequence[Truth], limits: Quota) -> None:
+    for last_ms in {truth.asked.at_ms for truth in truths}:
+        minute = [truth.charged for truth in truths if last_ms - MINUTE_MS < truth.asked.at_ms <= last_ms]
+        _within(limits.requests_per_minute, len(minute))
+        _within(limits.tokens_per_minute, sum(minute))
+        for window, limit in ((Window.DAY, limits.tokens_per_day), (Window.MONTH, limits.tokens_per_month)):
+            opened_ms, closed_ms = span(window, last_ms)
+            _within(limit, sum(truth.charged for truth in truths if opened_ms <= truth.asked.at_ms < closed_ms))
+
+
+def _within(limit: int | None, used: int) -> None:
+    assert limit is None or used <= limit
+
+
 # --- through crashes -------------------------------------------------------------------------------------------------
 
 
@@ -88,27 +165,6 @@ def rejected(request_id: str, refusal: Exceeded | None = None) -> InferenceRejec
 def ending(request_id: str, used: int | None) -> InferenceFailed:
     usage = Usage(used - used // 2, used // 2) if used is not None else None
     return InferenceFailed(request_id, "acme", "m", "v1", INTERACTIVE, "cancelled", "", usage=usage)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A record of `requests.interactive`."""
-
-    at_ms: int
-    request_id: str
-    tokens: int
-    key: str
-
-
-@dataclass
-class Truth:
-    """One admission, as an outsider would note it: what it reserved by which record, and what it used. Places are in the changelog."""
-
-    asked: Asked
-    scopes: frozenset[str]
-    place: int
-    used: int | None = None
-    settled_place: int = -1
 
 
 @dataclass
@@ -164,14 +220,14 @@ class Site:
         if isinstance(found, Exceeded):
             refused = rows_of.rejected(rejected(asked.request_id, found), offset, asked.at_ms + TIMEOUT_MS)
             return self._write(asked.request_id, refused, {})
-        self.truths.append(Truth(asked, frozenset(limits), len(self.changelog)))
+        self.truths.append(Truth(asked, len(self.changelog)))
         event = admitted(asked.request_id, offset, asked.tokens, asked.at_ms, asked.key)
         return self._write(asked.request_id, rows_of.admitted(event, found.hold), found.changed)
 
-    def take_ending(self) -> None:
+    def take_ending(self) -> bool:
         other, offset = self.heads
         if offset == len(self.endings):
-            return
+            return False
         self.heads = other, offset + 1
         event = self.endings[offset]
         row, changed = rows_of.ended(self.rows.get(event.request_id), event, self.newest_ms, self.counters)
@@ -182,13 +238,23 @@ class Site:
             truth.settled_place = len(self.changelog)
         if row is not None:
             self._write(event.request_id, row, changed)
+        return True
 
     def sweep(self) -> None:
         read = [asked.at_ms for asked in self.requests[: self.heads[0]]]
         for request_id, row in list(self.rows.items()):
-            if read and rows_of.droppable(row, read[-1], self.committed[0]):
+            if read and rows_of.droppable(row, read[-1], self.committed[0], self.saved()):
                 del self.rows[request_id]
                 self.changelog.append((f"row {request_id}", None))
+
+    def saved(self) -> dict[str, int]:
+        """By scope, how far the counters are that the broker is known to have."""
+        kept = [(key, value) for key, value in self.changelog[: self.durable] if key.startswith("counter ")]
+        return {key.removeprefix("counter "): counter.seq for key, counter in kept}
+
+    def save(self) -> None:
+        """Write the counters; otherwise only the rows are written."""
+        self.changelog += [(f"counter {scope}", counter) for scope, counter in self.counters.items()]
 
     def flush(self, *, commit: bool) -> None:
         self.durable = len(self.changelog)
@@ -209,14 +275,10 @@ class Site:
         for truth in self.truths:
             if truth.settled_place >= end:
                 truth.used, truth.settled_place = None, -1
-        self._write_counters(rows_of.repair(self.counters, self.rows.values()))
-        self.durable = len(self.changelog)
+        self.counters |= rows_of.repair(self.counters, self.rows.values())
+        self.durable = end
 
     def _write(self, request_id: str, row: Reservation, changed: dict[str, Counter]) -> None:
         self.rows[request_id] = row
         self.changelog.append((f"row {request_id}", row))
-        self._write_counters(changed)
-
-    def _write_counters(self, changed: dict[str, Counter]) -> None:
         self.counters |= changed
-        self.changelog += [(f"counter {scope}", counter) for scope, counter in changed.items()]

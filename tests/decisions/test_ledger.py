@@ -86,7 +86,7 @@ def test_the_rest_returns_to_the_window_it_was_taken_from() -> None:
 
 def test_the_rest_of_a_window_that_is_long_gone_returns_nowhere() -> None:
     counter, (old, _) = holding((0, 100), (100_000, 10))
-    assert len(counter.minute) == 1
+    assert len(counter.minute.slots) == 1
     assert tokens(counter, 100_000) == 110
     counter = settled(counter, old, 60)
     assert tokens(counter, 100_000) == 10
@@ -111,8 +111,8 @@ def test_a_slow_caller_is_counted_to_the_millisecond_and_a_fast_one_to_the_secon
 
 def test_a_row_stays_small() -> None:
     counter, _ = holding(*((at * 250, 4_096) for at in range(4 * 3_600)))
-    assert len(counter.minute) <= SLOTS_MAX
-    assert len(counter.day) == len(counter.month) == 1
+    assert len(counter.minute.slots) <= SLOTS_MAX
+    assert len(counter.day.slots) == len(counter.month.slots) == 1
 
 
 def test_a_step_back_forgets_no_charge() -> None:

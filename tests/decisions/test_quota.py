@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decisions.ledger import STEP_BACK_MS
@@ -26,7 +26,7 @@ from decisions.quota import (
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 from schemas.topics import BATCH, DAY_MS, INTERACTIVE, SHADOW
-from tests.decisions.ledgers import Tenant, quota
+from tests.decisions.ledgers import GAPS, ONE_LIMIT, Asked, Tenant, Truth, check_limits, quota
 from tests.decisions.worlds import NOW
 
 MIDNIGHT = NOW - NOW % DAY_MS + DAY_MS
@@ -325,13 +325,27 @@ def test_at_the_moment_of_reset_all_of_it_is_free_and_not_before(
         assert rate.limit in {one.remaining for one in idle if one.kind.unit == unit}
 
 
-@given(st.lists(LIMITS, max_size=4), STEPS)
-def test_no_limit_is_ever_passed(quotas: list[Quota], steps: list[tuple[int, int, str, int | None]]) -> None:
-    tenant, at, newest = Tenant(*quotas), 0, 0
+@given(
+    ONE_LIMIT,
+    ONE_LIMIT.map(lambda limits: replace(limits, key_id=EACH)),
+    st.lists(
+        st.tuples(GAPS, st.integers(1, 30), st.sampled_from(["k1", "k2"]), st.sampled_from([None, 3, 15, 30, 30, 30])),
+        min_size=5,
+        max_size=25,
+    ),
+)
+@settings(max_examples=300)
+def test_no_limit_is_passed_in_any_window(
+    whole: Quota, each: Quota, steps: list[tuple[int, int, str, int | None]]
+) -> None:
+    quotas = (whole, each)
+    tenant, truths, at, newest = Tenant(*quotas), list[Truth](), 0, 0
     for gap, tokens, key, used in steps:
-        at = max(0, at + gap)
+        at = max(0, at + gap, newest - STEP_BACK_MS + 1)
         newest = max(newest, at)
-        if tenant.ask(tokens, at, key) is None and used is not None:
-            tenant.end(-1, min(tokens, used))
-        for gauge in gauges(tenant.counters, limits_for(quotas, key, "m"), NOW + newest):
-            assert gauge.used <= gauge.limit
+        if tenant.ask(tokens, at, key) is None:
+            truths.append(Truth(Asked(NOW + at, "", tokens, key)))
+            if used is not None:
+                tenant.end(-1, used)
+                truths[-1].used = min(tokens, used)
+        check_limits(truths, quotas, NOW + newest)
