@@ -62,6 +62,17 @@ class Authenticator:
             raise HeadraceError(Reason.PERMISSION_DENIED, f"the API key may not make {INTERACTIVE} calls")
         return Caller(tenant.tenant, api_key.key_id, api_key.tiers)
 
+    def require(self, caller: Caller) -> None:
+        """Raises HeadraceError (invalid_api_key) if the key by which the caller was known holds no more."""
+        tenant = self._tenants.tenant(caller.tenant)
+        keys = () if tenant is None or tenant.disabled else tenant.keys
+        if not any(key.key_id == caller.key_id and key.revoked_ms is None for key in keys):
+            raise HeadraceError(Reason.INVALID_API_KEY, "the API key was revoked")
+
+    async def change(self) -> None:
+        """Wait until something becomes known of a tenant, from now on."""
+        await self._tenants.change()
+
     def grant(self, caller: Caller, reply: Reply | None = None) -> bytes:
         """A grant that names this bridge's reply partition, or another, good for at least half of `grant_ttl_ms`."""
         now_ms = int(time.time() * 1000)

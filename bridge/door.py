@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -30,6 +30,9 @@ DEADLINE_GRACE_S = 2.0
 """How long after its deadline a call waits for the log's own ending, which knows better, before this bridge ends it."""
 CANCELS_MAX = 10_000
 
+End = Callable[[HeadraceError], None]
+"""Ends what a caller has open, with the reason."""
+
 _log = structlog.get_logger(__name__)
 _TOPIC = requests_topic(INTERACTIVE)
 
@@ -46,6 +49,7 @@ class FrontDoor:
     resumes: Resumes
     draining: bool = False
     _cancels: set[asyncio.Task[None]] = field(default_factory=set)
+    _served: dict[Caller, set[End]] = field(default_factory=dict)
 
     @property
     def body_bytes_max(self) -> int:
@@ -65,12 +69,15 @@ class FrontDoor:
         """Put a call's requests, one a prompt, into the log and wait for their answers; `close` the call whatever happens.
 
         `streamed` is how the chunks of a streamed call look: its events get ids, unless it has several requests.
-        Raises HeadraceError before anything reaches the log: invalid_request, payload_too_large, overloaded, unavailable.
+        Raises HeadraceError before anything reaches the log: invalid_request, payload_too_large, invalid_api_key, overloaded,
+        unavailable.
         """
+        self.auth.require(caller)
         for request in requests:
             self._check(request)
         self._let_in(len(requests))
         call = Call(self.settings.reader_pending_bytes_max, arrived_s, outlives=outlives)
+        self.serve(caller, call.fail)
         if streamed is not None and len(requests) == 1:
             call.name = self.resumes.namer(streamed, caller.tenant, self.auth.reply)
         choice = 0
@@ -89,10 +96,38 @@ class FrontDoor:
     async def resume(self, caller: Caller, wish: Wish, arrived_s: float) -> Resumed:
         """Take a stream up again; `close` its call whatever happens.
 
-        Raises HeadraceError: invalid_request, not_found, overloaded, unavailable, and what the request was refused for.
+        Raises HeadraceError: invalid_request, not_found, invalid_api_key, overloaded, unavailable, and what the request was refused for.
         """
+        self.auth.require(caller)
         self._let_in(1)
-        return await self.resumes.open(caller.tenant, wish, arrived_s)
+        resumed = await self.resumes.open(caller.tenant, wish, arrived_s)
+        self.serve(caller, resumed.call.fail)
+        return resumed
+
+    def serve(self, caller: Caller, end: End) -> None:
+        """Something is open for a caller now: `end` is called should its key be revoked, unless `served` comes first."""
+        self._served.setdefault(caller, set()).add(end)
+
+    def served(self, caller: Caller, end: End) -> None:
+        """What was open is closed."""
+        ends = self._served.get(caller)
+        if ends is not None:
+            ends.discard(end)
+            if not ends:
+                del self._served[caller]
+
+    async def end_the_revoked(self) -> None:
+        """Ends what is open for callers whose keys are revoked, as soon as that becomes known. Runs until it is cancelled."""
+        while True:
+            await self.auth.change()
+            for caller in list(self._served):
+                try:
+                    self.auth.require(caller)
+                except HeadraceError as error:
+                    ends = self._served.get(caller, set())
+                    _log.info("a key is revoked", tenant=caller.tenant, key_id=caller.key_id, open=len(ends))
+                    for end in list(ends):
+                        end(error)
 
     def _let_in(self, requests: int) -> None:
         if self.draining:
@@ -158,6 +193,7 @@ class FrontDoor:
     def close(self, call: Call, caller: Caller) -> None:
         """Free what a call holds; requests that the log hasn't ended and nobody may come back for are cancelled, in the background."""
         cancels = self._cancels_what_is_left(call)
+        self.served(caller, call.fail)
         call.release()
         for leg in call.legs:
             self.dispatcher.unregister(leg)

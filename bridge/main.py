@@ -78,16 +78,18 @@ async def run(settings: BridgeSettings, stop: asyncio.Event) -> None:
         ready.serves(door, reading)
         drain_s = min(settings.drain_ms / 1000, DRAIN_MAX_S)
         server = make_server(make_app(door, ready), door.body_bytes_max + WS_ENVELOPE_BYTES, drain_s)
+        revoking = asyncio.create_task(door.end_the_revoked(), name="revocations")
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         host, port = listener.getsockname()[:2]
         _log.info("serving", host=host, port=port)
         try:
-            await asyncio.wait({serving, stopping, reading}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving, stopping, reading, revoking}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             door.draining = True
             server.should_exit = True
             stopping.cancel()
+            revoking.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
             await door.stop()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,7 @@ class Socket:
         self._socket = websocket
         self._requests: dict[str, _Request] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._refusing: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self._sending: asyncio.Timeout | None = None
         self._slow = False
@@ -98,15 +100,20 @@ class Socket:
         try:
             caller = await self._authenticate()
             if caller is not None:
-                await self._send({"type": "ready"})
-                await self._read(caller)
+                self._door.serve(caller, self._revoked)
+                try:
+                    await self._send({"type": "ready"})
+                    await self._read(caller)
+                finally:
+                    self._door.served(caller, self._revoked)
         except (WebSocketDisconnect, SocketClosed):
             pass
         finally:
             self._closed = True
-            for task in self._tasks:
+            tasks = [*self._tasks, *([self._refusing] if self._refusing is not None else [])]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _authenticate(self) -> Caller | None:
         """The caller, by the upgrade's header or by its first message; None after a refusal."""
@@ -132,6 +139,18 @@ class Socket:
         await self._send({"type": "error", "id": None, **error_object(refusal)})
         await self._close(POLICY_VIOLATION, refusal.reason.value)
         return None
+
+    def _revoked(self, error: HeadraceError) -> None:
+        """The caller's key is revoked: what is under way hears of it by itself, then the socket closes."""
+        if self._refusing is None:
+            self._refusing = asyncio.create_task(self._refuse(error), name="socket-revoked")
+
+    async def _refuse(self, error: HeadraceError) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=SLOW_GRACE_S)
+        with suppress(SocketClosed):
+            await self._send({"type": "error", "id": None, **error_object(error)})
+            await self._close(POLICY_VIOLATION, error.reason.value)
 
     # --- from the caller ----------------------------------------------------------------------------------------------
 

@@ -196,12 +196,8 @@ def check_grant(case: Case, world: World) -> Case | Refusal:
 
 def grant_refusal(grant: Grant, tier: str, now_ms: int, world: World) -> Refusal | None:
     """Why the grant isn't in force, or None."""
-    if now_ms >= grant.expires_ms:
-        return Refusal(
-            Reason.GRANT_EXPIRED,
-            f"the grant expired {now_ms - grant.expires_ms} ms before the record was written; get a new one",
-            "grant",
-        )
+    if (expired := _expired(grant, now_ms)) is not None:
+        return expired
     tenant = world.tenant(grant.tenant)
     if tenant is None:
         return Refusal(Reason.INVALID_GRANT, "the grant's tenant doesn't exist", "grant")
@@ -213,8 +209,22 @@ def grant_refusal(grant: Grant, tier: str, now_ms: int, world: World) -> Refusal
     if key.revoked_ms is not None and key.revoked_ms <= now_ms:
         return Refusal(Reason.INVALID_GRANT, "the key is revoked", "grant")
     if tier not in grant.tiers or tier not in key.tiers:
-        return Refusal(Reason.PERMISSION_DENIED, f"the key doesn't open the tier {tier}", "grant")
+        return _tier_refusal(tier)
     return None
+
+
+def _expired(grant: Grant, now_ms: int) -> Refusal | None:
+    if now_ms < grant.expires_ms:
+        return None
+    return Refusal(
+        Reason.GRANT_EXPIRED,
+        f"the grant expired {now_ms - grant.expires_ms} ms before the record was written; get a new one",
+        "grant",
+    )
+
+
+def _tier_refusal(tier: str) -> Refusal:
+    return Refusal(Reason.PERMISSION_DENIED, f"the key doesn't open the tier {tier}", "grant")
 
 
 def check_valid(case: Case, _world: World) -> Case | Refusal:
@@ -375,11 +385,14 @@ def rejected(case: Case, refusal: Refusal) -> InferenceRejected:
     )
 
 
-def cancel_refusal(event: InferenceCancelled, grant: Grant, tier: str, now_ms: int, world: World) -> Refusal | None:
-    """Why a cancel isn't taken, or None. All workers remember what was cancelled, so it must name what can be a request."""
+def cancel_refusal(event: InferenceCancelled, grant: Grant, tier: str, now_ms: int) -> Refusal | None:
+    """Why a cancel isn't taken, or None. All workers remember what was cancelled, so it must name what can be a request.
+
+    A key that was revoked may still take back what it asked: its front door does so.
+    """
     if not is_request_id(event.request_id):
         return Refusal(Reason.INVALID_REQUEST, "request_id must be a UUID of version 7 in lower case", "request_id")
-    return grant_refusal(grant, tier, now_ms, world)
+    return _expired(grant, now_ms) or (_tier_refusal(tier) if tier not in grant.tiers else None)
 
 
 def cancelled(event: InferenceCancelled, grant: Grant, tier: str) -> tuple[InferenceFailed, InferenceCancelled]:

@@ -89,6 +89,10 @@ class View:
                     await changed.wait()
         return condition()
 
+    async def change(self) -> None:
+        """Wait until some record has been applied, or passed over, from now on."""
+        await self._changed.wait()
+
     async def _open(self) -> Positions:
         self._consumer = make_consumer(self._settings)
         await self._consumer.start()

@@ -209,7 +209,7 @@ class Admission:
     # --- everything else ---------------------------------------------------------------------------------------------
 
     async def _cancel(self, record: Record, grant: Grant, event: InferenceCancelled) -> None:
-        refusal = rules.cancel_refusal(event, grant, self._settings.tier, record.timestamp, self._world)
+        refusal = rules.cancel_refusal(event, grant, self._settings.tier, record.timestamp)
         if refusal is not None:
             return await self._bury(record, refusal.reason, refusal.message)
         if (deciding := self._open.get(event.request_id)) is not None:

@@ -19,7 +19,7 @@ from infra.grants import read
 from infra.log import EventDecoder, NotDelivered
 from infra.settings import BridgeSettings, KafkaSettings
 from schemas.errors import HeadraceError
-from schemas.events import InferenceCancelled, InferenceRequested, Reply
+from schemas.events import ApiKey, InferenceCancelled, InferenceRequested, Reply, TenantChanged
 from schemas.reasons import Reason
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -56,11 +56,30 @@ async def producer() -> FakeProducer:
     return FakeProducer()
 
 
+class FakeTenants(TenantDirectory):
+    """One tenant, whose key may be revoked."""
+
+    def __init__(self) -> None:
+        super().__init__(KafkaSettings())
+        self.learn()
+
+    def learn(self, revoked_ms: int | None = None, name: str = CALLER.tenant) -> None:
+        key = ApiKey(CALLER.key_id, "0" * 64, CALLER.tiers, 1, revoked_ms)
+        self._on_event(TenantChanged(name, "salt", (key,), 1), None)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
 @pytest.fixture
-async def door(producer: FakeProducer) -> FrontDoor:
+async def tenants() -> FakeTenants:
+    return FakeTenants()
+
+
+@pytest.fixture
+async def door(producer: FakeProducer, tenants: FakeTenants) -> FrontDoor:
     kafka = KafkaSettings()
     settings = BridgeSettings(open_requests_max=2)
-    auth = Authenticator(TenantDirectory(kafka), SECRET, Reply("tokens", 1), 10_000)
+    auth = Authenticator(tenants, SECRET, Reply("tokens", 1), 10_000)
     decoder = EventDecoder(kafka)
     dispatcher = Dispatcher(kafka, 1, decoder)
     resumes = Resumes(settings, dispatcher, decoder, EventIds(SECRET))
@@ -99,6 +118,29 @@ async def test_a_record_that_is_never_confirmed_fails_its_call(
     door.close(call, CALLER)
     await door.stop()
     assert producer.sent[-1] == InferenceCancelled(call.request_id, "t")  # it may be in the log all the same
+
+
+async def test_what_a_revoked_key_has_open_ends(door: FrontDoor, producer: FakeProducer, tenants: FakeTenants) -> None:
+    watching = asyncio.create_task(door.end_the_revoked())
+    call = await door.open(CALLER, requests(), {}, asyncio.get_running_loop().time())
+    told: list[HeadraceError] = []
+    door.serve(CALLER, told.append)
+    await asyncio.sleep(0)
+    tenants.learn(name="another")
+    await asyncio.sleep(0)
+    assert not told
+    tenants.learn(revoked_ms=2)
+    with pytest.raises(HeadraceError, match="revoked"):
+        await call.verdict()
+    assert [error.reason for error in told] == [Reason.INVALID_API_KEY]
+    door.close(call, CALLER)
+    door.served(CALLER, told.append)
+    assert not door._served
+    with pytest.raises(HeadraceError, match="revoked"):
+        await door.open(CALLER, requests(), {}, asyncio.get_running_loop().time())
+    watching.cancel()
+    await door.stop()
+    assert producer.sent[-1] == InferenceCancelled(call.request_id, "t")
 
 
 async def test_a_full_door_refuses_and_is_free_again(door: FrontDoor) -> None:

@@ -25,7 +25,7 @@ def test_a_refusal_repeats_no_long_id(given: str, told: str) -> None:
 
 @pytest.mark.parametrize("given", ["", "job-1", "x" * 500_000, ID.upper().replace("0", "A", 1), ID + " "])
 def test_a_cancel_of_what_can_be_no_request_is_refused(given: str) -> None:
-    refusal = cancel_refusal(InferenceCancelled(given, "acme"), FakeGrant(), "interactive", NOW, FakeWorld())
+    refusal = cancel_refusal(InferenceCancelled(given, "acme"), FakeGrant(), "interactive", NOW)
     assert refusal is not None
     assert refusal.param == "request_id"
     assert len(refusal.message) < 200
@@ -33,7 +33,7 @@ def test_a_cancel_of_what_can_be_no_request_is_refused(given: str) -> None:
 
 def test_a_cancel_is_taken_by_its_grant() -> None:
     event = InferenceCancelled(ID, "acme")
-    assert cancel_refusal(event, FakeGrant(), "interactive", NOW, FakeWorld()) is None
-    late = cancel_refusal(event, FakeGrant(expires_ms=NOW), "interactive", NOW, FakeWorld())
+    assert cancel_refusal(event, FakeGrant(), "interactive", NOW) is None
+    late = cancel_refusal(event, FakeGrant(expires_ms=NOW), "interactive", NOW)
     assert late is not None
     assert late.param == "grant"
