@@ -166,7 +166,7 @@ class Settlement:
 def hold(counters: Counters, scopes: Iterable[str], cost: Cost, now_ms: int) -> tuple[Hold, dict[str, Counter]]:
     """Reserve in every scope, whatever its limits: `quota.reserve` judges those first. Returns the counters that changed, too."""
     before = {scope: counters.get(scope, NEW) for scope in scopes}
-    charged_ms = max(now_ms, *(counter.clock_ms for counter in before.values()))
+    charged_ms = max([now_ms, *(counter.clock_ms for counter in before.values())])
     made = Hold(charged_ms, cost, {scope: counter.seq + 1 for scope, counter in before.items()})
     spans = _spans(charged_ms)
     return made, {scope: _charged(counter, made, spans) for scope, counter in before.items()}

@@ -196,7 +196,7 @@ class Exceeded:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """What a request that is let in holds, and the counters that changed."""
+    """What a request that is let in holds, and the counters as they are then: they count once every other check has let it in, too."""
 
     hold: Hold
     changed: dict[str, Counter]

@@ -17,6 +17,9 @@ from schemas.topics import HOUR_MS, INTERACTIVE, MINUTE_MS, TOKENS
 from tests.decisions.worlds import NOW
 
 TIMEOUT_MS = 30_000
+FORWARD = st.one_of(
+    st.integers(0, 2_000), st.integers(0, 20_000), st.integers(MINUTE_MS - STEP_BACK_MS, MINUTE_MS + 2_000)
+)
 GAPS = st.one_of(
     st.integers(0, 20_000),
     st.integers(-STEP_BACK_MS, 2_000),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decisions.ledger import STEP_BACK_MS
+from decisions.ledger import GRAIN_MS, STEP_BACK_MS
 from decisions.quota import (
     EACH,
     ENDING_WAIT_MS,
@@ -25,8 +25,8 @@ from decisions.quota import (
 )
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
-from schemas.topics import BATCH, DAY_MS, INTERACTIVE, SHADOW
-from tests.decisions.ledgers import GAPS, ONE_LIMIT, Asked, Tenant, Truth, check_limits, quota
+from schemas.topics import BATCH, DAY_MS, INTERACTIVE, MINUTE_MS, SHADOW
+from tests.decisions.ledgers import FORWARD, GAPS, ONE_LIMIT, Asked, Tenant, Truth, check_limits, quota
 from tests.decisions.worlds import NOW
 
 MIDNIGHT = NOW - NOW % DAY_MS + DAY_MS
@@ -334,7 +334,7 @@ def test_at_the_moment_of_reset_all_of_it_is_free_and_not_before(
         max_size=25,
     ),
 )
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_no_limit_is_passed_in_any_window(
     whole: Quota, each: Quota, steps: list[tuple[int, int, str, int | None]]
 ) -> None:
@@ -348,4 +348,29 @@ def test_no_limit_is_passed_in_any_window(
             if used is not None:
                 tenant.end(-1, used)
                 truths[-1].used = min(tokens, used)
-        check_limits(truths, quotas, NOW + newest)
+            check_limits(truths, quotas, NOW + newest)
+
+
+@given(
+    st.one_of(
+        st.builds(quota, requests_per_minute=st.integers(1, 4)), st.builds(quota, tokens_per_minute=st.integers(20, 60))
+    ),
+    st.lists(st.tuples(FORWARD, st.integers(1, 20), st.sampled_from([None, 3, 20, 20])), max_size=25),
+)
+def test_nothing_is_refused_that_had_room(limits: Quota, steps: list[tuple[int, int, int | None]]) -> None:
+    """A charge counts for a minute, and at most a slot's width more."""
+    tenant, truths, at = Tenant(limits), list[Truth](), 0
+    for gap, tokens, used in steps:
+        at += gap
+        last_ms = NOW + at - MINUTE_MS - GRAIN_MS
+        counted = [truth for truth in truths if truth.asked.at_ms > last_ms or truth.used is None]
+        requests = sum(truth.asked.at_ms > last_ms for truth in truths)
+        if tenant.ask(tokens, at) is not None:
+            assert requests + 1 > (limits.requests_per_minute or LIMIT_MAX) or (
+                sum(truth.charged for truth in counted) + tokens > (limits.tokens_per_minute or LIMIT_MAX)
+            )
+            continue
+        truths.append(Truth(Asked(NOW + at, "", tokens, "k1")))
+        if used is not None:
+            tenant.end(-1, used)
+            truths[-1].used = min(tokens, used)
