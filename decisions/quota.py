@@ -154,8 +154,8 @@ class Gauge:
     def wait_ms(self, amount: int, now_ms: int) -> int | None:
         """How long until there is room for an amount, if no other request comes and what runs has ended by then.
 
-        0 if there is room now (for nothing there always is), None if there never will be. It isn't sooner, unless something that runs ends and gives back. If nothing
-        but what runs is in the way, it is `ENDING_WAIT_MS`.
+        0 if there is room now (for nothing there always is), None if there never will be, and `ENDING_WAIT_MS` if nothing but what runs is
+        in the way. There is no room sooner, unless something that runs ends and gives back.
         """
         if amount > self.limit:
             return None
@@ -264,9 +264,7 @@ def rates(measured: Sequence[Gauge], now_ms: int) -> Rates:
 
 def _tightest(measured: Iterable[Gauge], unit: Unit, now_ms: int) -> Rate | None:
     counted = [gauge for gauge in measured if gauge.kind.unit is unit and gauge.kind.window is not None]
-    found = [
-        Rate(gauge.limit, gauge.remaining, gauge.wait_ms(gauge.limit, now_ms) or 0) for gauge in counted
-    ]  # room for all of it is when nothing is in use
+    found = [Rate(gauge.limit, gauge.remaining, gauge.wait_ms(gauge.limit, now_ms) or 0) for gauge in counted]
     return min(found, key=lambda rate: (rate.remaining, -rate.reset_ms), default=None)
 
 
