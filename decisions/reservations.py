@@ -3,9 +3,9 @@
 A row is found by tenant and request id. It keeps the decision, refusals included, so that a record that comes again is answered again, the
 same; and only what stands is settled, so that an ending that comes again changes nothing.
 
-Each decision is one record in the changelog: the row. A counter's row may be written as rarely as its tenant's rows are few enough to be read
-at recovery, for `repair` puts back what it lacks. It is written after the rows of all its changes, in the same partition or once they are
-confirmed; then a crash leaves no counter ahead of them. A request's work is sent when its row is confirmed, so that there is no work without one.
+Each decision is one record in the changelog: the row. A counter's row need not be written each time, for `repair` puts back what it lacks. When
+it is, it comes after the rows of all its changes, in the same partition or once they are confirmed, so that a crash leaves no counter ahead of
+them. A request's work is sent when its row is confirmed, so that there is no work without one.
 """
 
 from __future__ import annotations
