@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 from typing import Any
@@ -11,6 +12,7 @@ from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.errors import (
     AuthenticationFailedError,
+    KafkaConnectionError,
     KafkaError,
     SaslAuthenticationFailed,
     UnsupportedSaslMechanismError,
@@ -27,6 +29,7 @@ METADATA_AGE_MS = 30_000
 SESSION_TIMEOUT_MS = 10_000
 HEARTBEAT_INTERVAL_MS = 2_000
 SIGN_IN_WAIT_MS = 5_000
+PARTITIONS_WAIT_S = 5.0
 
 _REFUSED = (AuthenticationFailedError, SaslAuthenticationFailed, UnsupportedSaslMechanismError)
 
@@ -141,9 +144,18 @@ def make_admin(settings: KafkaSettings, **overrides: Any) -> AIOKafkaAdminClient
 
 
 async def partitions_of(consumer: AIOKafkaConsumer, topic: str) -> list[int]:
-    """The partitions of a topic that a started consumer hasn't subscribed to, sorted; empty if there is no such topic."""
+    """The partitions of a topic that a started consumer hasn't subscribed to, sorted; empty if there is no such topic.
+
+    Raises KafkaConnectionError if the cluster doesn't say so for `PARTITIONS_WAIT_S`: one that was away knows no brokers for a moment.
+    """
     found = consumer.partitions_for_topic(topic)
-    if not found:  # it only knows what it was subscribed to when it last looked
-        await consumer._client.force_metadata_update()  # noqa: SLF001 - aiokafka has no public way
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + PARTITIONS_WAIT_S
+    while not found:  # it only knows what it was subscribed to when it last looked
+        answered = await consumer._client.force_metadata_update()  # noqa: SLF001 - aiokafka has no public way
         found = consumer.partitions_for_topic(topic)
+        if answered:
+            break
+        if loop.time() > until_s:
+            raise KafkaConnectionError(f"no broker says what partitions {topic} has")
     return sorted(found or ())
