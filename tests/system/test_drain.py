@@ -21,7 +21,7 @@ def test_a_worker_that_stops_hands_its_answers_over(stack: RunningStack, busy: s
     stack.add(LEAVER, "worker", busy, "1", HEADRACE_WORKER_WORKER_ID=LEAVER, **env)
     stack.await_ready(LEAVER)
     audit = Audit(stack)
-    load = Load(stack, busy, calls=CALLS, tokens=20, token_ms=200)
+    load = Load(stack, busy, calls=CALLS, tokens=50, token_ms=200)
     load.until_flowing(CALLS // 2)
     leaver = stack.supervisor.status()[-1]
     stack.remove(LEAVER)
