@@ -97,7 +97,7 @@ _MEANINGS = {
     Reason.TIME_LIMIT_EXCEEDED: _Meaning(504, "DEADLINE_EXCEEDED", "timeout_error", True, "The answer took longer than it may."),
     Reason.CANCELLED: _Meaning(499, "CANCELLED", "cancelled", False, "The caller cancelled."),
     Reason.SLOW_READER: _Meaning(499, "CANCELLED", "cancelled", True, "The reader fell too far behind and was disconnected."),
-    Reason.WORKER_LOST: _Meaning(503, "UNAVAILABLE", "server_error", True, "The worker died, and the answer can't be continued exactly."),
+    Reason.WORKER_LOST: _Meaning(503, "UNAVAILABLE", "server_error", True, "Its worker is gone, and the answer can't be continued exactly."),
     Reason.POISONED: _Meaning(500, "INTERNAL", "server_error", False, "The request stopped several workers in turn."),
     Reason.ENGINE_ERROR: _Meaning(500, "INTERNAL", "server_error", False, "The model failed on this request."),
     Reason.ANSWER_TOO_LARGE: _Meaning(500, "INTERNAL", "server_error", False, "The answer is larger than it may be."),
