@@ -148,6 +148,8 @@ def chat(
             Reason.INVALID_API_KEY,
             "there is no API key: give --key or HEADRACE_API_KEY (`headrace tenants create NAME` makes one)",
         )
+    if not given_key.isascii():
+        raise HeadraceError(Reason.INVALID_API_KEY, "an API key has letters, digits, - and _ only")
     address = (url or front_door_url()).rstrip("/")
     body: dict[str, Any] = {"temperature": temperature}
     if max_tokens is not None:

@@ -144,9 +144,9 @@ def acl(tenants: tuple[str, ...], bootstrap: str | None, command_config: str | N
 
     cluster = bootstrap or kafka_settings().bootstrap
     if as_json:
-        for role in roles(tenants):
+        for role in list(roles(tenants)):
             lines = list(role_commands(role, cluster, command_config))
             print_json({"role": role.name, "why": role.why, "principal": role.principal, "commands": lines})
         return
-    for line in commands(cluster, tenants, command_config):
+    for line in list(commands(cluster, tenants, command_config)):  # all of them, or the error alone
         click.echo(line)

@@ -47,3 +47,10 @@ def test_a_secured_cluster_is_signed_in_to() -> None:
 def test_a_tenant_that_can_be_no_topic_is_refused() -> None:
     with pytest.raises(HeadraceError):
         list(commands("b:1", ["a b"]))
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_name_that_no_tenant_can_have_prints_an_error_alone(more: list[str]) -> None:
+    result = CliRunner().invoke(cli, ["topics", "acl", "--bootstrap", "b:1", "--tenant", "../x", *more])
+    assert isinstance(result.exception, HeadraceError)
+    assert result.stdout == ""

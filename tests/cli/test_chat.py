@@ -8,8 +8,10 @@ from typing import Any
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from cli.chat import Answer, ask, first_model
+from cli.main import cli
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 
@@ -98,3 +100,9 @@ def test_the_first_model_is_the_default() -> None:
         pytest.raises(HeadraceError, match="no model is served"),
     ):
         first_model(http)
+
+
+def test_a_key_that_no_header_takes_is_told_of() -> None:
+    result = CliRunner().invoke(cli, ["chat", "--key", "schlüssel", "--message", "hi"])
+    assert isinstance(result.exception, HeadraceError)
+    assert result.exception.reason is Reason.INVALID_API_KEY
