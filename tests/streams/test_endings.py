@@ -150,6 +150,8 @@ async def test_an_orderly_stop_repeats_nothing_and_a_zombie_finds_it_closed(site
     zombie = Attempt(0, 9)
     await site.tokens(started(site, rids[0], zombie), tokens(rids[0], 0, "zombie", zombie), **own)
     endings.start()
-    await site.of(ANSWERS, InferenceAnswered, await answer(site, **own))
+    last = await answer(site, **own)
+    await site.of(ANSWERS, InferenceAnswered, last)
+    await site.of(LIFECYCLE, InferenceStarted, last)
     assert len(await site.all(ANSWERS, InferenceAnswered, lambda event: event.tenant == site.tenant)) == len(rids) + 1
     assert len(await site.all(LIFECYCLE, InferenceStarted, lambda event: event.tenant == site.tenant)) == len(rids) + 1

@@ -131,9 +131,13 @@ def test_a_call_whose_deadline_passes_in_the_queue_is_refused_then_and_never_run
     assert time.monotonic() - began_s < 10
     first.close()
     assert_served(stack, NARROW)
-    story = next(
-        found
-        for found in audit.stories().values()
-        if found.asked and found.asked.messages and found.asked.messages[-1].content == "too late"
-    )
+
+    def ended() -> list[Story]:
+        return [
+            found
+            for found in audit.stories().values()
+            if found.asked and found.asked.messages and found.asked.messages[-1].content == "too late" and found.endings
+        ]
+
+    (story,) = stack.until(ended)
     assert (story.attempts, set(story.endings)) == (set(), {("failed", "deadline_exceeded", 0)})
