@@ -37,7 +37,9 @@ WORDS_MAX = 512
 """Words on their way at once; the others wait."""
 READ_BACK_MS = 2 * HOUR_MS
 """How far a group without offsets reads back: whatever is older has left `tokens`."""
-FETCH_WAIT_MS = 200
+FETCH_WAIT_MS = 100
+"""By so much a deadline may be heard of late; a fetch for each record would cost more than all else that is done for it."""
+FETCH_BYTES_MIN = 64 * 1024
 LEAVE_WAIT_S = 5.0
 
 log = structlog.get_logger("streams.deadlines")
@@ -180,6 +182,7 @@ async def run(settings: LifecycleSettings, stop: asyncio.Event) -> None:
         session_timeout_ms=settings.session_timeout_ms,
         heartbeat_interval_ms=settings.session_timeout_ms // 5,
         fetch_max_wait_ms=FETCH_WAIT_MS,
+        fetch_min_bytes=FETCH_BYTES_MIN,
     )
     deadlines = Deadlines(consumer, producer, decoder)
     waiting = "connecting"
