@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections import deque
 
 import psutil
 
@@ -11,6 +12,8 @@ from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 
 BACKLOG = 128
+GIVEN_MAX = 256
+_given: deque[int] = deque(maxlen=GIVEN_MAX)
 
 
 class PortInUse(HeadraceError):
@@ -70,6 +73,10 @@ def require_free(port: int, host: str = "127.0.0.1", purpose: str | None = None)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that was free a moment ago."""
-    with bind(0, host) as listener:
-        return int(listener.getsockname()[1])
+    """A port that was free a moment ago, and that none of the last `GIVEN_MAX` calls gave: whoever got it may not listen yet."""
+    while True:
+        with bind(0, host) as listener:
+            port = int(listener.getsockname()[1])
+        if port not in _given:
+            _given.append(port)
+            return port

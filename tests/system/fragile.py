@@ -15,6 +15,7 @@ from infra import ports
 from infra.broker import EmbeddedKafka
 from infra.models_file import ModelEntry
 from infra.settings import grant_secret
+from infra.supervisor import RESTART_MAX_S
 from tests.system.chaos_plan import ADMISSIONS, BRIDGES, ENDINGS, WORKERS, Act, Step
 from tests.system.running import READY_WAIT_S, RunningStack
 
@@ -26,7 +27,8 @@ DRAIN_MS = 500
 """Shorter than an answer, so that a worker that stops hands answers over."""
 POISON_ATTEMPTS = 1_000
 """More workers are killed here than one bad request would kill."""
-RUNS_AGAIN_S = 20.0
+RUNS_AGAIN_S = RESTART_MAX_S + 15.0
+"""What is killed again and again is started again after `RESTART_MAX_S` at last."""
 OPS_WAIT_S = 2.0
 
 _SESSIONS = {
