@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +147,7 @@ class Socket:
     async def _refuse(self, error: HeadraceError) -> None:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=SLOW_GRACE_S)
-        with suppress(SocketClosed):
+        with contextlib.suppress(SocketClosed):
             await self._send({"type": "error", "id": None, **error_object(error)})
             await self._close(POLICY_VIOLATION, error.reason.value)
 

@@ -184,12 +184,16 @@ def _these(found: list[Letter], numbers: Collection[int]) -> list[Letter]:
     known = {letter.number: letter for letter in found}
     for number in numbers:
         if number not in known:
-            raise HeadraceError(
-                Reason.NOT_FOUND, f"there is no dead letter {number}; `headrace dead-letters list --all` shows all"
-            )
+            raise _unknown(number)
         if (state := known[number].state) != OPEN:
             raise HeadraceError(Reason.CONFLICT, f"dead letter {number} was {state} already")
     return [known[number] for number in dict.fromkeys(numbers)]
+
+
+def _unknown(number: int) -> HeadraceError:
+    return HeadraceError(
+        Reason.NOT_FOUND, f"there is no dead letter {number}; `headrace dead-letters list --all` shows all"
+    )
 
 
 async def _chosen(
@@ -231,8 +235,7 @@ async def _record(settings: KafkaSettings, number: int) -> tuple[Letter, Read]:
     found = await _chosen(settings, None, None, everything=True, keep=(number,))
     letter = next((letter for letter in found if letter.number == number), None)
     if letter is None:
-        text = f"there is no dead letter {number}; `headrace dead-letters list --all` shows all"
-        raise HeadraceError(Reason.NOT_FOUND, text)
+        raise _unknown(number)
     return letter, await _read(letter, EventDecoder(settings))
 
 

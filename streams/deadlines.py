@@ -27,6 +27,7 @@ from infra.telemetry import OpsServer
 from schemas.errors import Undecodable
 from schemas.topics import CONTROL, HOUR_MS, LIFECYCLE, SCHEMAS, TOKENS
 from streams.outbox import Outgoing, deliver, reply_to
+from streams.writes import Writes
 
 PROCESS = "lifecycle"
 GROUP = "deadlines"
@@ -61,8 +62,7 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
         self._producer = producer
         self._decoder = decoder
         self._held: dict[TopicPartition, _Held] = {}
-        self._words: set[asyncio.Task[None]] = set()
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.words = Writes()
         self.assigned = False
 
     # --- partitions come and go --------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
         try:
             await self._open(list(assigned))
         except Exception as error:  # aiokafka would log it, and go on with partitions that nobody watches
-            self.fail(error)
+            self.words.fail(error)
 
     async def _open(self, partitions: list[TopicPartition]) -> None:
         since_ms = int(time.time() * 1000) - READ_BACK_MS
@@ -122,11 +122,9 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
         """Say what is due, as far as there is room."""
         now_ms = _now_ms()
         for held in self._held.values():
-            if held.caught_up and len(self._words) < WORDS_MAX:
-                for word in held.watch.due(now_ms, WORDS_MAX):
-                    task = asyncio.create_task(self._say(word))
-                    self._words.add(task)
-                    task.add_done_callback(self._words.discard)
+            if held.caught_up:
+                for word in held.watch.due(now_ms, WORDS_MAX - len(self.words)):
+                    self.words.begin(self._say(word))
 
     async def _say(self, word: Word) -> None:
         ending = word.ending
@@ -137,15 +135,8 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
             await deliver(self._producer, records)
         except NoSuchPartition as error:
             log.warning("a caller's partition is gone", request_id=ending.request_id, error=error.message)
-        except Exception as error:
-            self.fail(error)
         else:
             metrics.ENDED_BY_CLOCK.labels(ending.reason).inc()
-
-    def fail(self, error: Exception) -> None:
-        """Nothing can be said any more: whoever watches `failed` ends the process."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
 
     # --- offsets -----------------------------------------------------------------------------------------------------
 
@@ -166,11 +157,6 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
         for partition, offset in due.items():
             if partition in self._held:
                 self._held[partition].committed = offset
-
-    async def settle(self) -> None:
-        """Wait, for a while, until every word begun is confirmed."""
-        if self._words:
-            await asyncio.wait(self._words, timeout=LEAVE_WAIT_S)
 
 
 async def run(settings: LifecycleSettings, stop: asyncio.Event) -> None:
@@ -206,10 +192,10 @@ async def run(settings: LifecycleSettings, stop: asyncio.Event) -> None:
         following: asyncio.Future[Any] = asyncio.ensure_future(_follow(settings, consumer, deadlines, stop))
         cleanup.push_async_callback(_cancel, following)
         log.info("deadlines are kept")
-        done, _ = await asyncio.wait([following, deadlines.failed], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([following, deadlines.words.failed], return_when=asyncio.FIRST_COMPLETED)
         for ended in done:
             ended.result()
-        await deadlines.settle()
+        await deadlines.words.settled(LEAVE_WAIT_S)
         with contextlib.suppress(KafkaError):
             await deadlines.commit()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,14 +34,13 @@ from schemas.reasons import Reason
 from schemas.topics import ANSWERS, DEAD_LETTERS, LIFECYCLE, SCHEMAS, TOKENS, TOKENS_PATTERN
 from streams.fold_table import FoldTable, Output
 from streams.outbox import Outgoing, deliver
+from streams.writes import Writes
 
 PROCESS = GROUP = "endings"
 TOPICS = (TOKENS, SCHEMAS, LIFECYCLE, ANSWERS, DEAD_LETTERS)
 READ_BACK_MS = 120_000
 """How far a new partition is read back in silence: longer than a worker that lost its partitions can still write."""
 POLL_MS = 200
-WRITES_MAX = 4_096
-"""Writes on their way at once; then reading waits."""
 REVOKE_WAIT_S = 5.0
 METADATA_AGE_MS = 2_000
 """How soon a new tenant's topic is found."""
@@ -53,43 +52,6 @@ CONTENT_BYTES_TOTAL_MAX = 512 * 1024 * 1024
 """Answers held in memory over all partitions; beyond it the oldest are let go and end as too large."""
 
 log = structlog.get_logger("streams.endings")
-
-
-class Writes:
-    """Records on their way. What they are for may be committed once `settled` has returned."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def room(self) -> None:
-        """Wait while too many writes run."""
-        while len(self._tasks) >= WRITES_MAX:
-            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
-
-    def begin(self, work: Awaitable[None]) -> None:
-        """Let a write run beside the others. At once, so that what caused it isn't committed before it is known."""
-        task = asyncio.ensure_future(self._guard(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _guard(self, work: Awaitable[None]) -> None:
-        try:
-            await work
-        except Exception as error:
-            self.fail(error)
-
-    def fail(self, error: Exception) -> None:
-        """Nothing more may be committed: whoever watches `failed` ends the process."""
-        if not self.failed.done():
-            self.failed.set_exception(error)
-
-    async def settled(self, timeout_s: float | None = None) -> bool:
-        """Wait for every write begun so far; whether all are confirmed."""
-        tasks = set(self._tasks)
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
-        return all(task.done() for task in tasks) and not self.failed.done()
 
 
 class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no types

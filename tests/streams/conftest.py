@@ -8,31 +8,30 @@ from infra.settings import KafkaSettings
 from tests.streams.site import Agent, Site, open_site
 
 
-@pytest.fixture(scope="module")
-def admission(kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
-    """A running admission of the interactive tier."""
-    agent = Agent("admission", kafka, tmp_path_factory.mktemp("admission"))
+def _running(name: str, kafka: KafkaSettings, folders: pytest.TempPathFactory) -> Iterator[Agent]:
+    """An agent that runs meanwhile, and then stops in good order."""
+    agent = Agent(name, kafka, folders.mktemp(name))
     agent.start()
     yield agent
     assert agent.stop() == 0, agent.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def admission(kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    """A running admission of the interactive tier."""
+    yield from _running("admission", kafka, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def endings(kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
     """A running endings."""
-    agent = Agent("endings", kafka, tmp_path_factory.mktemp("endings"))
-    agent.start()
-    yield agent
-    assert agent.stop() == 0, agent.log.read_text()
+    yield from _running("endings", kafka, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def lifecycle(kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
     """A running keeper of deadlines."""
-    agent = Agent("lifecycle", kafka, tmp_path_factory.mktemp("lifecycle"))
-    agent.start()
-    yield agent
-    assert agent.stop() == 0, agent.log.read_text()
+    yield from _running("lifecycle", kafka, tmp_path_factory)
 
 
 @pytest.fixture
