@@ -18,8 +18,14 @@ from schemas.parts import (
     Message,
     PartitionReport,
     Position,
+    Quota,
+    Rate,
+    Rates,
     Reply,
     Sampling,
+    SavedCounter,
+    SavedHold,
+    Slot,
     Timings,
     TokenLogprob,
     Usage,
@@ -47,15 +53,22 @@ __all__ = [
     "InferenceRequested",
     "InferenceScheduled",
     "InferenceStarted",
+    "LedgerSaved",
     "Message",
     "ModelPromoted",
     "ModelVersionRegistered",
     "PartitionReport",
     "Position",
+    "Quota",
+    "Rate",
+    "Rates",
     "RecordDeadLettered",
     "Reply",
     "Sampling",
+    "SavedCounter",
+    "SavedHold",
     "SchemaPublished",
+    "Slot",
     "StreamEvent",
     "TenantChanged",
     "Timings",
@@ -99,7 +112,10 @@ class InferenceCancelled:
 
 @dataclass(frozen=True, slots=True)
 class InferenceScheduled:
-    """Work for a worker: what to generate, under which limits, and where to send it. `sampling.max_tokens` is resolved."""
+    """Work for a worker: what to generate, under which limits, and where to send it. `sampling.max_tokens` is resolved.
+
+    `rates` is what the tenant had left of its limits then; the first start carries it on to the caller.
+    """
 
     request_id: str
     tenant: str
@@ -115,6 +131,7 @@ class InferenceScheduled:
     stream: bool = True
     source: Position | None = None
     time_limit_ms: int | None = None
+    rates: Rates | None = None
 
 
 # --- tokens, tokens.<tenant> -----------------------------------------------------------------------------------------
@@ -135,6 +152,7 @@ class GenerationStarted:
     worker_id: str
     queue_ms: float = 0.0
     sampling: Sampling | None = None
+    rates: Rates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +235,7 @@ class InferenceFailed:
 
 @dataclass(frozen=True, slots=True)
 class InferenceAdmitted:
-    """Admission let a request in: the routing decision, what it reserves, and every check on the way."""
+    """Admission let a request in: the routing decision, what it reserves in which scopes of the tenant's ledger, and every check on the way."""
 
     request_id: str
     tenant: str
@@ -236,6 +254,7 @@ class InferenceAdmitted:
     source: Position
     decisions: tuple[Decision, ...] = ()
     time_limit_ms: int | None = None
+    scopes: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +272,7 @@ class InferenceRejected:
     requested_ms: int = 0
     source: Position | None = None
     decisions: tuple[Decision, ...] = ()
+    rates: Rates | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +308,25 @@ class InferenceAnswered:
     error_message: str | None = None
 
 
+# --- ledger.<tier> ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSaved:
+    """A tenant's ledger as `lifecycle` tells it in the records before `through`: so much need not be read again.
+
+    With no tenant it says that of the whole partition: reading on from `start` finds all that the rows don't hold.
+    """
+
+    tenant: str
+    tier: str
+    through: int
+    saved_ms: int
+    start: int = 0
+    counters: tuple[SavedCounter, ...] = ()
+    open: tuple[SavedHold, ...] = ()
+
+
 # --- workers, tenants, registry, schemas, dead-letters ---------------------------------------------------------------
 
 
@@ -312,13 +351,17 @@ class WorkerReported:
 
 @dataclass(frozen=True, slots=True)
 class TenantChanged:
-    """A tenant's whole state: its keys, and the salt that keeps its prefix cache apart from others'."""
+    """A tenant's whole state: its keys, its limits, and the salt that keeps its prefix cache apart from others'.
+
+    The tenant `*` has no keys; its quotas hold for tenants that have none of their own on that tier.
+    """
 
     tenant: str
     cache_salt: str
     keys: tuple[ApiKey, ...]
     created_ms: int
     disabled: bool = False
+    quotas: tuple[Quota, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +440,7 @@ Event = (
     | InferenceRejected
     | InferenceStarted
     | InferenceAnswered
+    | LedgerSaved
     | WorkerReported
     | TenantChanged
     | ModelVersionRegistered

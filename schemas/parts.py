@@ -161,3 +161,79 @@ class PartitionReport:
     partition: int
     committed: int
     finished_above: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Limits of one tier. `key_id` and `model` say what they count: "" all together, a name that one alone, `*` each apart.
+
+    A limit that is None doesn't limit. Tokens are prompt + generated. Days and months are the calendar's, in UTC.
+    """
+
+    tier: str
+    key_id: str = ""
+    model: str = ""
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A limit as OpenAI's headers tell it: a request that needs no more than `remaining` would be let in now.
+
+    `reset_ms` is how long until all of it is free again, if no other request comes and what runs has ended by then.
+    """
+
+    limit: int
+    remaining: int
+    reset_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Of all limits on requests and on tokens over time, the one of each with the least left; None if there is none."""
+
+    requests: Rate | None = None
+    tokens: Rate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Charges that expire together: requests, tokens used by those that ended, and tokens held by those that stand."""
+
+    opened_ms: int
+    expires_ms: int
+    requests: int = 0
+    spent: int = 0
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SavedCounter:
+    """One scope's counter: see `decisions.ledger.Counter`."""
+
+    scope: str
+    clock_ms: int
+    running: int
+    held: int
+    minute: tuple[Slot, ...]
+    day: tuple[Slot, ...]
+    month: tuple[Slot, ...]
+    requests_total: int
+    tokens_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedHold:
+    """What an open request holds: charged at that time, in these scopes."""
+
+    request_id: str
+    charged_ms: int
+    tokens: int
+    requests: int
+    running: int
+    deadline_ms: int
+    scopes: tuple[str, ...]

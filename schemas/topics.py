@@ -20,6 +20,8 @@ TENANTS = "tenants"
 REGISTRY = "registry"
 SCHEMAS = "schemas"
 DEAD_LETTERS = "dead-letters"
+DEFAULTS = "*"
+"""In the place of a tenant's name: what holds for tenants that have nothing of their own."""
 TOKENS_PATTERN = r"^tokens(\.[A-Za-z0-9_-]+)?$"
 
 GRANT_HEADER = "grant"
@@ -61,6 +63,11 @@ def requests_topic(tier: str) -> str:
     return f"requests.{tier}"
 
 
+def ledger_topic(tier: str) -> str:
+    """The topic that holds what the tenants' ledgers of a tier were, so that admission needn't read `lifecycle` from its beginning."""
+    return f"ledger.{tier}"
+
+
 def tenant_tokens_topic(tenant: str) -> str:
     """The topic that holds a direct producer's answers."""
     return f"tokens.{check_word('tenant', tenant)}"
@@ -95,7 +102,7 @@ def check_word(param: str, word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PartitionCounts:
-    """How many partitions each kind of topic has. `requests` counts for `lifecycle` too: both are keyed by tenant."""
+    """How many partitions each kind of topic has. `requests` counts for `lifecycle` and `ledger.*` too: all are keyed by tenant."""
 
     requests: int = 4
     tokens: int = 8
@@ -109,6 +116,7 @@ def core_topics(counts: PartitionCounts = PartitionCounts()) -> tuple[TopicSpec,
         TopicSpec(TOKENS, counts.tokens, "request id; the partition is the grant's", 2 * HOUR_MS),
         TopicSpec(ANSWERS, counts.answers, "request id", 7 * DAY_MS),
         TopicSpec(LIFECYCLE, counts.requests, "tenant", 30 * DAY_MS),
+        *(TopicSpec(ledger_topic(tier), counts.requests, "tenant and writer", compacted=True) for tier in TIERS),
         TopicSpec(CONTROL, 1, "request id", HOUR_MS),
         TopicSpec(WORKERS, 1, "worker id", compacted=True),
         TopicSpec(TENANTS, 1, "tenant", compacted=True),
