@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from decisions import placement
+from decisions import placement, quota
+from decisions.ledger import ALL_KEYS_AND_MODELS, Cost, Counters
 from decisions.placement import SeenWorker
+from decisions.quota import Exceeded, Reserved
 from decisions.validation import Problem, problem, vocabulary_problem
 from schemas.events import (
     Decision,
@@ -24,12 +26,14 @@ from schemas.events import (
     InferenceScheduled,
     ModelVersionRegistered,
     Position,
+    Quota,
+    Rates,
     Reply,
     TenantChanged,
 )
 from schemas.ids import REQUEST_ID_CHARS, is_request_id
 from schemas.reasons import Reason
-from schemas.topics import INLINE_MAX_BYTES, TOKENS, work_topic
+from schemas.topics import DEFAULTS, INLINE_MAX_BYTES, TOKENS, work_topic
 
 PASSED, REFUSED = "passed", "refused"
 ENCODINGS = ("avro", "json")
@@ -80,6 +84,9 @@ class World(Protocol):
     def ends(self) -> Mapping[tuple[str, int], int]:
         """By (work topic, partition), the offset after the last record known there."""
 
+    def counters(self, partition: int, tenant: str) -> Counters:
+        """What a tenant, whose requests are in this partition, has reserved and spent in this tier."""
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -89,13 +96,15 @@ class Refusal:
     message: str
     param: str | None = None
     retry_after_ms: int | None = None
+    rates: Rates | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One request, the record it came in, and what the checks have found so far.
 
-    `requested_ms` is the record's timestamp: it is "now" for every check. Fields below `stale_ms` are filled on the way.
+    `requested_ms` is the record's timestamp: it is "now" for every check. Fields below `stale_ms` are filled on the way. `limited` says whether
+    any limit holds for it: then its reservation must be in the log before its work is.
     """
 
     request: InferenceRequested
@@ -111,6 +120,9 @@ class Case:
     vocab_size: int = 0
     max_tokens: int = 0
     deadline_ms: int = 0
+    reserved: Reserved | None = None
+    limited: bool = False
+    rates: Rates | None = None
     partition: int = 0
     decisions: tuple[Decision, ...] = field(default=())
 
@@ -279,6 +291,34 @@ def check_deadline(case: Case, _world: World) -> Case | Refusal:
     return case.noting("deadline", PASSED, detail, deadline_ms=case.requested_ms + timeout_ms)
 
 
+def check_quota(case: Case, world: World) -> Case | Refusal:
+    """The tenant has room for prompt and answer in all its limits. What it reserves counts only if every other check passes, too."""
+    tenant, now_ms = case.grant.tenant, case.requested_ms
+    limits = quota.limits_for(quotas_of(tenant, case.tier, world), case.grant.key_id, case.routed.model)
+    counters = world.counters(case.source.partition, tenant)
+    found = quota.reserve(counters, limits, Cost(reserved_tokens(case)), now_ms)
+    if isinstance(found, Exceeded):
+        told = quota.rates(quota.gauges(counters, limits, now_ms), now_ms)
+        return Refusal(Reason.RATE_LIMITED, found.message, None, found.retry_after_ms, told)
+    gauges = quota.gauges(counters | found.changed, limits, now_ms)
+    rates = quota.rates(gauges, now_ms) if gauges else None
+    detail = f"{reserved_tokens(case)} tokens reserved, {len(gauges) or 'no'} limits"
+    return case.noting("quota", PASSED, detail, reserved=found, limited=bool(gauges), rates=rates)
+
+
+def quotas_of(tenant: str, tier: str, world: World) -> tuple[Quota, ...]:
+    """The tenant's own quotas of the tier, or the default ones if it has none there."""
+    own, default = world.tenant(tenant), world.tenant(DEFAULTS)
+    return quota.in_force(
+        own.quotas if own is not None else (), default.quotas if default is not None else (), tier
+    )
+
+
+def reserved_tokens(case: Case) -> int:
+    """The most that a request may use: the prompt once, and for each choice the longest answer."""
+    return len(case.prompt_token_ids) + case.max_tokens * case.request.sampling.n
+
+
 def check_place(case: Case, world: World) -> Case | Refusal:
     """The work partition, by load."""
     version = case.routed
@@ -306,6 +346,7 @@ AFTER_TOKENISING: tuple[tuple[str, Check], ...] = (
     ("vocabulary", check_vocabulary),
     ("context", check_context),
     ("deadline", check_deadline),
+    ("quota", check_quota),
     ("place", check_place),
 )
 
@@ -344,8 +385,8 @@ def admitted(case: Case) -> tuple[InferenceScheduled, InferenceAdmitted]:
         stream=request.stream,
         source=case.source,
         time_limit_ms=version.time_limit_ms,
+        rates=case.rates,
     )
-    prompt_tokens = len(case.prompt_token_ids)
     return scheduled, InferenceAdmitted(
         request_id=request.request_id,
         tenant=grant.tenant,
@@ -356,14 +397,26 @@ def admitted(case: Case) -> tuple[InferenceScheduled, InferenceAdmitted]:
         reply=grant.reply,
         work_topic=work_topic(version.model, version.version, case.tier),
         work_partition=case.partition,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=len(case.prompt_token_ids),
         max_tokens=case.max_tokens,
-        reserved_tokens=prompt_tokens + case.max_tokens * request.sampling.n,
+        reserved_tokens=reserved_tokens(case),
         requested_ms=case.requested_ms,
         deadline_ms=case.deadline_ms,
         source=case.source,
         decisions=case.decisions,
         time_limit_ms=version.time_limit_ms,
+        scopes=case.reserved.hold.scopes if case.reserved is not None else (ALL_KEYS_AND_MODELS,),
+    )
+
+
+def as_decided(case: Case, verdict: InferenceAdmitted, version: ModelVersionRegistered) -> Case:
+    """A tokenised case with what was decided of it before."""
+    return replace(
+        case,
+        version=version,
+        max_tokens=verdict.max_tokens,
+        deadline_ms=verdict.deadline_ms,
+        partition=verdict.work_partition,
     )
 
 
@@ -382,6 +435,7 @@ def rejected(case: Case, refusal: Refusal) -> InferenceRejected:
         requested_ms=case.requested_ms,
         source=case.source,
         decisions=case.decisions,
+        rates=refusal.rates,
     )
 
 

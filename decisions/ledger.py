@@ -4,20 +4,19 @@ A charge belongs to the moment of admission: what a request reserves, and later 
 day and month (UTC) that held that moment. While it stands it counts in any case, however long it runs. So in every window of a minute, and in
 every day and month, reserved + spent is the sum of the charges made in it and of all that still stand.
 
-A scope is what shares one limit: the tenant as a whole, one key, one model. Each has a `Counter`, which is one row of the table `ledger`.
-Time is that of the records of one partition; it may step back. A charge made after a step back is dated at the newest time seen, so it counts
-longer; slots are kept for `STEP_BACK_MS` after they expire, so within that a step back forgets nothing.
-
-A counter's row may be older than the reservations that changed it: what it lacks, `repair` puts back from theirs.
+A scope is what shares one limit: the tenant as a whole, one key, one model. Each has a `Counter`. Time is that of the records of one
+partition; it may step back. A charge made after a step back is dated at the newest time seen, so it counts longer; slots are kept for
+`STEP_BACK_MS` after they expire, so within that a step back forgets nothing.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from schemas.parts import Slot
 from schemas.topics import DAY_MS, MINUTE_MS
 
 GRAIN_MS = 1_000
@@ -61,19 +60,9 @@ class Cost:
         return self.requests if unit is Unit.REQUESTS else self.running
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Charges that expire together: requests, tokens used by those that ended, and tokens held by those that stand."""
-
-    opened_ms: int
-    expires_ms: int
-    requests: int = 0
-    spent: int = 0
-    held: int = 0
-
-    def amount(self, unit: Unit) -> int:
-        """What was charged in this slot, whether it stands or is spent."""
-        return self.requests if unit is Unit.REQUESTS else self.spent + self.held
+def amount(slot: Slot, unit: Unit) -> int:
+    """What was charged in a slot, whether it stands or is spent."""
+    return slot.requests if unit is Unit.REQUESTS else slot.spent + slot.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +73,17 @@ class Charges:
     requests: int = 0
     spent: int = 0
 
+    @classmethod
+    def of(cls, slots: tuple[Slot, ...]) -> Charges:
+        """Slots and their sums."""
+        return cls(slots, sum(slot.requests for slot in slots), sum(slot.spent for slot in slots))
+
 
 @dataclass(frozen=True, slots=True)
 class Counter:
     """One scope's state.
 
     Attributes:
-        seq: how many changes it has seen; a reservation remembers which were its own.
         clock_ms: the moment of the newest charge.
         running: requests that stand.
         held: tokens that they reserve, whenever that was.
@@ -98,7 +91,6 @@ class Counter:
         requests_total, tokens_total: admitted, and used by requests that have ended, since the tenant began.
     """
 
-    seq: int = 0
     clock_ms: int = 0
     running: int = 0
     held: int = 0
@@ -134,7 +126,7 @@ class Counter:
             raise ValueError(f"nothing falls to {most}")
         in_use = 0
         for slot in reversed(self.charges(window).slots):
-            in_use += slot.amount(unit)
+            in_use += amount(slot, unit)
             if in_use > most:
                 return max(now_ms, slot.expires_ms)
         return now_ms
@@ -147,75 +139,43 @@ Counters = Mapping[str, Counter]
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What a request reserves, when, and as which change of each scope's counter."""
+    """What a request reserves, when, and in which scopes."""
 
     charged_ms: int
     cost: Cost
-    seqs: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Settlement:
-    """What a request used in the end, and as which change of each scope's counter that was noted."""
-
-    tokens: int
-    requests: int
-    seqs: dict[str, int] = field(default_factory=dict)
+    scopes: tuple[str, ...] = (ALL_KEYS_AND_MODELS,)
 
 
 def hold(counters: Counters, scopes: Iterable[str], cost: Cost, now_ms: int) -> tuple[Hold, dict[str, Counter]]:
     """Reserve in every scope, whatever its limits: `quota.reserve` judges those first. Returns the counters that changed, too."""
     before = {scope: counters.get(scope, NEW) for scope in scopes}
     charged_ms = max([now_ms, *(counter.clock_ms for counter in before.values())])
-    made = Hold(charged_ms, cost, {scope: counter.seq + 1 for scope, counter in before.items()})
+    made = Hold(charged_ms, cost, tuple(before))
     spans = _spans(charged_ms)
     return made, {scope: _charged(counter, made, spans) for scope, counter in before.items()}
 
 
-def settle(counters: Counters, made: Hold, tokens: int) -> tuple[Settlement, dict[str, Counter]]:
-    """Turn what a request holds to what it used; the rest returns to where it was taken. Returns the counters that changed, too.
+def settle(counters: Counters, made: Hold, tokens: int) -> dict[str, Counter]:
+    """Turn what a request holds to what it used, and return the rest to where it was taken: the counters that changed.
 
     No more is charged than was reserved. Raises KeyError if a scope's counter isn't there: the hold made it.
     """
-    return _settle(counters, made, min(tokens, made.cost.tokens), made.cost.requests)
+    return _settle(counters, made, Cost(min(tokens, made.cost.tokens), made.cost.requests, 0))
 
 
-def withdraw(counters: Counters, made: Hold) -> tuple[Settlement, dict[str, Counter]]:
+def withdraw(counters: Counters, made: Hold) -> dict[str, Counter]:
     """Undo a hold, the request included, for it is refused after all. Otherwise as `settle`."""
-    return _settle(counters, made, 0, 0)
+    return _settle(counters, made, Cost(0, 0, 0))
 
 
-def _settle(counters: Counters, made: Hold, tokens: int, requests: int) -> tuple[Settlement, dict[str, Counter]]:
-    done = Settlement(tokens, requests, {scope: counters[scope].seq + 1 for scope in made.seqs})
+def _settle(counters: Counters, made: Hold, used: Cost) -> dict[str, Counter]:
     spans = _spans(made.charged_ms)
-    return done, {scope: _settled(counters[scope], made, done, spans) for scope in made.seqs}
-
-
-def repair(counters: Counters, rows: Iterable[tuple[Hold, Settlement | None]]) -> dict[str, Counter]:
-    """Put into a tenant's counters what its reservations say and they lack, after a crash. Returns the counters that changed."""
-    steps: dict[str, list[tuple[int, Hold, Settlement | None]]] = {}
-    for made, done in rows:
-        for scope, seq in made.seqs.items():
-            steps.setdefault(scope, []).append((seq, made, None))
-        for scope, seq in done.seqs.items() if done is not None else ():
-            steps.setdefault(scope, []).append((seq, made, done))
-    changed = {}
-    for scope, all_steps in steps.items():
-        counter = before = counters.get(scope, NEW)
-        for seq, made, done in sorted(all_steps, key=lambda step: step[0]):
-            if seq > counter.seq:
-                spans = _spans(made.charged_ms)
-                after = _charged(counter, made, spans) if done is None else _settled(counter, made, done, spans)
-                counter = replace(after, seq=seq)
-        if counter is not before:
-            changed[scope] = counter
-    return changed
+    return {scope: _settled(counters[scope], made, used, spans) for scope in made.scopes}
 
 
 def _charged(counter: Counter, made: Hold, spans: Spans) -> Counter:
     minute, day, month = spans
     return Counter(
-        seq=counter.seq + 1,
         clock_ms=made.charged_ms,
         running=counter.running + made.cost.running,
         held=counter.held + made.cost.tokens,
@@ -227,18 +187,17 @@ def _charged(counter: Counter, made: Hold, spans: Spans) -> Counter:
     )
 
 
-def _settled(counter: Counter, made: Hold, done: Settlement, spans: Spans) -> Counter:
+def _settled(counter: Counter, made: Hold, used: Cost, spans: Spans) -> Counter:
     minute, day, month = spans
     return Counter(
-        seq=counter.seq + 1,
         clock_ms=counter.clock_ms,
         running=counter.running - made.cost.running,
         held=counter.held - made.cost.tokens,
-        minute=_with_settlement(counter.minute, minute, made, done),
-        day=_with_settlement(counter.day, day, made, done),
-        month=_with_settlement(counter.month, month, made, done),
-        requests_total=counter.requests_total + done.requests - made.cost.requests,
-        tokens_total=counter.tokens_total + done.tokens,
+        minute=_with_settlement(counter.minute, minute, made, used),
+        day=_with_settlement(counter.day, day, made, used),
+        month=_with_settlement(counter.month, month, made, used),
+        requests_total=counter.requests_total + used.requests - made.cost.requests,
+        tokens_total=counter.tokens_total + used.tokens,
     )
 
 
@@ -257,17 +216,17 @@ def _with_charge(charges: Charges, of_slot: Span, made: Hold) -> Charges:
     return Charges((*kept, joined), requests + cost.requests, spent)
 
 
-def _with_settlement(charges: Charges, of_slot: Span, made: Hold, done: Settlement) -> Charges:
+def _with_settlement(charges: Charges, of_slot: Span, made: Hold, used: Cost) -> Charges:
     """The slot of the charge is corrected; if it has been let go, what was used lies outside the window."""
     opened_ms, _ = of_slot
-    slots, returned = charges.slots, made.cost.requests - done.requests
+    slots, returned = charges.slots, made.cost.requests - used.requests
     at = bisect_left(slots, opened_ms, key=_opened)
     if at == len(slots) or slots[at].opened_ms != opened_ms:
         return charges
     old = slots[at]
     held = old.held - made.cost.tokens
-    new = Slot(old.opened_ms, old.expires_ms, old.requests - returned, old.spent + done.tokens, held)
-    return Charges((*slots[:at], new, *slots[at + 1 :]), charges.requests - returned, charges.spent + done.tokens)
+    new = Slot(old.opened_ms, old.expires_ms, old.requests - returned, old.spent + used.tokens, held)
+    return Charges((*slots[:at], new, *slots[at + 1 :]), charges.requests - returned, charges.spent + used.tokens)
 
 
 def _opened(slot: Slot) -> int:

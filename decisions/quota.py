@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from decisions.ledger import ALL_KEYS_AND_MODELS, NEW, Cost, Counter, Counters, Hold, Unit, Window, hold
 from schemas.errors import HeadraceError
+from schemas.parts import Quota, Rate, Rates
 from schemas.reasons import Reason
 from schemas.topics import TIERS, check_model
 
@@ -23,23 +24,6 @@ LIMIT_MAX = 10**12
 KEY_CHARS_MAX = 64
 ENDING_WAIT_MS = 1_000
 """When to try again if only the ending of something that runs can make room: nobody knows when that is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """Limits of one tier. `key_id` and `model` say what they count: "" all together, a name that one alone, `*` each apart.
-
-    A limit that is None doesn't limit. Tokens are prompt + generated. Days and months are the calendar's, in UTC.
-    """
-
-    tier: str
-    key_id: str = ""
-    model: str = ""
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    concurrent_requests: int | None = None
-    tokens_per_day: int | None = None
-    tokens_per_month: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,26 +219,6 @@ def _message(gauge: Gauge, amount: int, wait_ms: int | None) -> str:
 
 
 # --- what the caller is told -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """A limit as OpenAI's headers tell it: a request that needs no more than `remaining` would be let in now.
-
-    `reset_ms` is how long until all of it is free again, if no other request comes and what runs has ended by then.
-    """
-
-    limit: int
-    remaining: int
-    reset_ms: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Of all limits on requests and on tokens over time, the one of each with the least left; None if there is none."""
-
-    requests: Rate | None = None
-    tokens: Rate | None = None
 
 
 def rates(measured: Sequence[Gauge], now_ms: int) -> Rates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
@@ -19,8 +19,10 @@ POLL_MS = 500
 Positions = dict[TopicPartition, int]
 
 
-async def assign_all(consumer: AIOKafkaConsumer, topic: str, start: Positions | None = None) -> Positions:
-    """Assign a started consumer all partitions of a topic, from `start` or their beginning; return the present ends.
+async def assign_all(
+    consumer: AIOKafkaConsumer, topic: str, start: Positions | None = None, only: Collection[int] | None = None
+) -> Positions:
+    """Assign a started consumer all partitions of a topic, or `only` some, from `start` or their beginning; return the present ends.
 
     Raises HeadraceError (unavailable) if the topic doesn't exist.
     """
@@ -31,7 +33,7 @@ async def assign_all(consumer: AIOKafkaConsumer, topic: str, start: Positions | 
             f"the topic {topic} doesn't exist (run `headrace topics ensure`), or this user may not see it "
             "(`headrace topics acl`)",
         )
-    partitions = [TopicPartition(topic, number) for number in found]
+    partitions = [TopicPartition(topic, number) for number in found if only is None or number in only]
     consumer.assign(partitions)
     for partition in partitions:
         if start and partition in start:
@@ -51,9 +53,9 @@ async def reached(consumer: AIOKafkaConsumer, ends: Positions) -> bool:
 
 
 async def read_to_end(
-    settings: KafkaSettings, topic: str, positions: Positions | None = None
+    settings: KafkaSettings, topic: str, positions: Positions | None = None, only: Collection[int] | None = None
 ) -> AsyncIterator[ConsumerRecord]:
-    """Every record of a topic up to its end as of now, in order within a partition.
+    """Every record of a topic, or of `only` some of its partitions, up to its end as of now, in order within a partition.
 
     `positions` says where to start, and is moved on to where the next call should. Raises HeadraceError (unavailable)
     if the topic or the cluster can't be reached, or nothing comes for `READ_STALL_S`.
@@ -62,7 +64,7 @@ async def read_to_end(
     loop = asyncio.get_running_loop()
     try:
         await consumer.start()
-        ends = await assign_all(consumer, topic, positions)
+        ends = await assign_all(consumer, topic, positions, only)
         limit = loop.time() + READ_STALL_S
         while not await reached(consumer, ends):
             batches = await consumer.getmany(timeout_ms=POLL_MS)

@@ -228,12 +228,12 @@ class SavedCounter:
 
 @dataclass(frozen=True, slots=True)
 class SavedHold:
-    """What an open request holds: charged at that time, in these scopes."""
+    """What an open request holds: charged at that time, in these scopes. It must have ended at `last_ms`."""
 
     request_id: str
     charged_ms: int
     tokens: int
     requests: int
     running: int
-    deadline_ms: int
+    last_ms: int
     scopes: tuple[str, ...]

@@ -17,6 +17,7 @@ import structlog
 from aiokafka.partitioner import DefaultPartitioner
 
 from decisions import admission as rules
+from decisions.accounts import Accounts, Standing, Verdict
 from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, Case, Refusal
 from infra import metrics
 from infra.dead_letters import dead_letter
@@ -27,7 +28,14 @@ from infra.settings import AdmissionSettings
 from infra.telemetry import OpsServer
 from infra.tracing import child
 from schemas.errors import HeadraceError
-from schemas.events import InferenceCancelled, InferenceRejected, InferenceRequested, ModelVersionRegistered, Position
+from schemas.events import (
+    InferenceAdmitted,
+    InferenceCancelled,
+    InferenceRejected,
+    InferenceRequested,
+    ModelVersionRegistered,
+    Position,
+)
 from schemas.reasons import Reason
 from schemas.topics import (
     CONTROL,
@@ -38,9 +46,11 @@ from schemas.topics import (
     TENANTS,
     TOKENS,
     WORKERS,
+    ledger_topic,
     requests_topic,
     work_topic,
 )
+from streams.accounts import Ledgers
 from streams.faust_shell import FaustShell, Record
 from streams.intake import REKEYED_HEADER, Intake, read_record, salvage
 from streams.outbox import Outgoing, deliver, reply_to
@@ -66,7 +76,9 @@ class Admission:
         decoder: EventDecoder,
         world: LiveWorld,
         tokenizers: Tokenizers,
+        ledgers: Ledgers,
     ) -> None:
+        self._ledgers = ledgers
         self._settings = settings
         self._producer = producer
         self._decoder = decoder
@@ -117,14 +129,50 @@ class Admission:
     # --- a request ---------------------------------------------------------------------------------------------------
 
     async def _request(self, record: Record, grant: Grant, request: InferenceRequested) -> None:
-        case = self._case(record, grant, request)
+        case, trace = self._case(record, grant, request), child(record.headers)
+        while (deciding := self._open.get(request.request_id)) is not None:
+            await deciding.wait()
         with self._opened(request.request_id):
-            case, refusal = await self._decide(case)
-            trace = child(record.headers)
-            if refusal is None:
-                refusal = await self._admit(case, trace)
-            if refusal is not None:
-                await self._reject(rules.rejected(case, refusal), grant, trace)
+            accounts = await self._ledgers.of(record.partition)
+            if accounts is None:
+                return  # the partition is another's now, and so is the record
+            standing, verdict = accounts.standing(grant.tenant, request.request_id, record.offset)
+            match standing:
+                case Standing.NEW:
+                    await self._answer(case, accounts, trace)
+                case Standing.REDELIVERED if verdict is not None:
+                    await self._repeat(case, verdict, trace)
+                case Standing.REPEATED if isinstance(verdict, InferenceAdmitted) and verdict.reply != grant.reply:
+                    conflict = Refusal(Reason.CONFLICT, "another request of this tenant has this id", "request_id")
+                    await self._tell(rules.rejected(case, conflict), grant, trace)
+                case _:
+                    log.info("asked again", request_id=request.request_id, standing=standing.value)
+
+    async def _answer(self, case: Case, accounts: Accounts, trace: Headers) -> None:
+        case, refusal = await self._decide(case)
+        if refusal is None:
+            refusal = await self._admit(case, accounts, trace)
+        if refusal is not None:
+            await self._reject(rules.rejected(case, refusal), case.grant, trace)
+
+    async def _repeat(self, case: Case, verdict: Verdict, trace: Headers) -> None:
+        """What was decided of this record before a crash, told again; its work is the same, and goes to the same place."""
+        if isinstance(verdict, InferenceRejected):
+            return await self._reject(verdict, case.grant, trace)
+        version = self._world.models.version(verdict.model, verdict.version)
+        if version is None:
+            refusal = Refusal(Reason.MODEL_NOT_FOUND, f"The model `{verdict.model}` is gone.", "model")
+            return await self._reject(rules.rejected(case, refusal), case.grant, trace)
+        try:
+            case = await self._tokenise(case, version)
+        except HeadraceError as error:
+            refusal = Refusal(error.reason, error.message, error.param)
+            return await self._reject(rules.rejected(case, refusal), case.grant, trace)
+        scheduled, _ = rules.admitted(rules.as_decided(case, verdict, version))
+        work = Outgoing(verdict.work_topic, scheduled, scheduled.request_id, verdict.work_partition)
+        with contextlib.suppress(NoSuchPartition, RecordTooLarge):  # it was not taken the first time either, and its caller was told
+            await deliver(self._producer, [work], trace)
+        return None
 
     def _case(self, record: Record, grant: Grant, request: InferenceRequested) -> Case:
         return Case(
@@ -169,17 +217,23 @@ class Admission:
         ids = await self._tokenizers.tokenise(case.request, tokenizer, case.requested_ms)
         return rules.tokenised(case, ids, tokenizer.vocab_size)
 
-    async def _admit(self, case: Case, trace: Headers) -> Refusal | None:
+    async def _admit(self, case: Case, accounts: Accounts, trace: Headers) -> Refusal | None:
+        """No pause between the checks and the reservation: the next request is judged with it."""
         scheduled, admitted = rules.admitted(case)
         topic, partition = admitted.work_topic, admitted.work_partition
+        assert case.reserved is not None
+        accounts.take(case.reserved, admitted)
         self._world.placed(topic, partition)
-        records = [
-            Outgoing(topic, scheduled, scheduled.request_id, partition),
-            Outgoing(LIFECYCLE, admitted, admitted.tenant),
-        ]
+        work_of = Outgoing(topic, scheduled, scheduled.request_id, partition)
+        told = Outgoing(LIFECYCLE, admitted, admitted.tenant, case.source.partition)
         try:
-            work, _ = await deliver(self._producer, records, trace)
+            if case.limited:  # no work without its reservation, whatever crashes
+                await deliver(self._producer, [told], trace)
+                (work,) = await deliver(self._producer, [work_of], trace)
+            else:
+                work, _ = await deliver(self._producer, [work_of, told], trace)
         except HeadraceError as error:
+            accounts.withdraw(admitted)
             self._world.withdrawn(topic, partition)
             if isinstance(error, RecordTooLarge):
                 return Refusal(error.reason, error.message)
@@ -188,6 +242,10 @@ class Admission:
             raise
         self._world.confirmed(topic, partition, work.offset)
         return None
+
+    async def _tell(self, rejected: InferenceRejected, grant: Grant, trace: Headers) -> None:
+        """A refusal for the caller alone: the request of that id goes on."""
+        await deliver(self._producer, [reply_to(grant.reply, rejected, rejected.request_id)], trace)
 
     async def _reject(self, rejected: InferenceRejected, grant: Grant, trace: Headers) -> None:
         # A name that a caller made up is no label: their number has no limit.
@@ -283,8 +341,10 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
     topic = requests_topic(settings.tier)
     producer, decoder = EventProducer(settings.kafka, PROCESS), EventDecoder(settings.kafka)
     world, tokenizers = LiveWorld(settings.kafka), Tokenizers(settings.tokenise_threads)
-    admission = Admission(settings, producer, decoder, world, tokenizers)
-    shell = FaustShell(settings, topic, f"admission.{settings.tier}", admission.handle, OPEN_MAX)
+    ledgers = Ledgers(settings.kafka, settings.tier, producer, decoder, lambda partition: shell.committed(partition))
+    world.ledgers = ledgers
+    admission = Admission(settings, producer, decoder, world, tokenizers, ledgers)
+    shell = FaustShell(settings, topic, f"admission.{settings.tier}", admission.handle, OPEN_MAX, ledgers)
     waiting: str | None = "connecting"
 
     def wait(missing: str) -> None:
@@ -298,7 +358,7 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
     async with contextlib.AsyncExitStack() as cleanup:
         await ops.start()
         cleanup.push_async_callback(ops.stop)
-        if not await until_reached(settings.kafka, (topic, *TOPICS), stop, wait):
+        if not await until_reached(settings.kafka, (topic, ledger_topic(settings.tier), *TOPICS), stop, wait):
             return
         wait("the directories aren't read yet")
         await asyncio.gather(producer.start(), world.start())
@@ -309,6 +369,8 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
         warm = [asyncio.ensure_future(_warm(tokenizers, version)) for version in world.models.all()]
         await asyncio.gather(*warm)
         await world.counts.learn(topic)
+        ledgers.start()
+        cleanup.push_async_callback(ledgers.stop)
         cleanup.push_async_callback(shell.stop)
         await shell.start()
         log.info("admission runs", tier=settings.tier)

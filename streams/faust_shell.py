@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import faust
 from faust.auth import SASLCredentials, SSLCredentials
+from faust.types import TP
 
 from infra.kafka import tls_context
 from infra.settings import AdmissionSettings, KafkaSettings
@@ -96,6 +97,16 @@ def _nothing() -> None:
 Handle = Callable[[Record], Awaitable[None]]
 
 
+class Watcher(Protocol):
+    """Hears which partitions come and go, before any of their records and after the last."""
+
+    def assigned(self, partitions: Collection[int]) -> None:
+        """These are ours now, and no others."""
+
+    def revoked(self, partitions: Iterable[int]) -> None:
+        """These are others' now; what was open in them is done, or has had its time."""
+
+
 class FaustShell:
     """Runs a Faust app that hands each record of one topic to `handle`, and acks it once that returns.
 
@@ -103,19 +114,34 @@ class FaustShell:
     `failed` resolves with it.
     """
 
-    def __init__(self, settings: AdmissionSettings, topic: str, group: str, handle: Handle, open_max: int) -> None:
+    def __init__(
+        self,
+        settings: AdmissionSettings,
+        topic: str,
+        group: str,
+        handle: Handle,
+        open_max: int,
+        watcher: Watcher | None = None,
+    ) -> None:
+        self._watcher = watcher
         self._settings = settings
         self._topic = topic
         self._group = group
         self._handle = handle
         self._slots = asyncio.Semaphore(open_max)
         self._acks = InOrderAcks()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], Partition] = {}
         self._app: Any = None
         self._stopping = False
         self._watching: asyncio.Task[None] | None = None
         self._assigned: set[Partition] | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def committed(self, partition: int) -> int:
+        """The offset of the partition's requests to be read next after a crash, as far as is known: 0 at first."""
+        consumer = self._app.consumer if self._app is not None else None
+        known = consumer._committed_offset.get(TP(self._topic, partition)) if consumer is not None else None  # noqa: SLF001  # Faust tells it nowhere else
+        return known or 0
 
     @property
     def _folder(self) -> Path:
@@ -219,8 +245,8 @@ class FaustShell:
         )
         await self._slots.acquire()
         task = asyncio.ensure_future(self._run(record, done))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = record.topic, record.partition
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     async def _run(self, record: Record, done: Callable[[], None]) -> None:
         try:
@@ -236,12 +262,19 @@ class FaustShell:
 
     async def _on_revoked(self, _app: object, revoked: Iterable[Any], **_: object) -> None:
         gone = {(tp.topic, tp.partition) for tp in revoked}
+        # Whoever gets them next must find in the log what was decided here.
+        if open_tasks := [task for task, partition in self._tasks.items() if partition in gone]:
+            await asyncio.wait(open_tasks, timeout=FINISH_S_MAX)
         self._acks.drop(gone)
         if self._assigned is not None:  # Faust also says so before the first assignment
             self._assigned -= gone
+        if self._watcher is not None:
+            self._watcher.revoked(partition for topic, partition in gone if topic == self._topic)
 
     async def _on_assigned(self, _app: object, assigned: Iterable[Any], **_: object) -> None:
         self._assigned = {(tp.topic, tp.partition) for tp in assigned if tp.topic == self._topic}
+        if self._watcher is not None:
+            self._watcher.assigned([partition for _, partition in self._assigned])
 
 
 def _credentials(kafka: KafkaSettings) -> Any:

@@ -10,6 +10,7 @@ import structlog
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError
 
+from decisions.ledger import Counters
 from decisions.placement import SeenWorker
 from infra.directory import ModelDirectory, TenantDirectory, WorkerDirectory
 from infra.kafka import make_admin, unreachable
@@ -17,6 +18,7 @@ from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered, TenantChanged
 from schemas.reasons import Reason
+from streams.accounts import Ledgers
 
 KNOWN_S = 30.0
 """How long a topic's partition count is believed."""
@@ -90,13 +92,15 @@ class LiveWorld:
         self.models = ModelDirectory(settings)
         self._tenants = TenantDirectory(settings)
         self._workers = WorkerDirectory(settings)
+        self.ledgers: Ledgers | None = None
         self._ends: dict[tuple[str, int], int] = {}
         self._missing: dict[str, float] = {}
 
     @property
     def failure(self) -> str | None:
         """Why the world is seen as it was and not as it is, or None."""
-        return self.models.failure or self._tenants.failure or self._workers.failure
+        ledgers = self.ledgers.failure if self.ledgers is not None else None
+        return self.models.failure or self._tenants.failure or self._workers.failure or ledgers
 
     async def start(self) -> None:
         """Read everything up to now, then follow."""
@@ -128,6 +132,11 @@ class LiveWorld:
     def ends(self) -> Mapping[tuple[str, int], int]:
         """By (work topic, partition), the offset after the last record known there."""
         return self._ends
+
+    def counters(self, partition: int, tenant: str) -> Counters:
+        """What a tenant has reserved and spent."""
+        accounts = self.ledgers.known(partition) if self.ledgers is not None else None
+        return accounts.counters(tenant) if accounts is not None else {}
 
     def placed(self, topic: str, partition: int) -> None:
         """A record is on its way to a partition: the next request sees it there."""

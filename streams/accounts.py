@@ -1,0 +1,239 @@
+"""The ledgers act: for each partition of requests that admission has, `lifecycle` is folded by `decisions.accounts`, and saved in rows.
+
+One aiokafka consumer without a group follows the same partitions of `lifecycle` as Faust gives of the requests. A partition that comes is
+restored from its rows in `ledger.<tier>` and read on to where `lifecycle` ended then; nothing is decided of it before. One that went and comes
+back was followed all the while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+import structlog
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka.errors import KafkaError
+
+from decisions.accounts import Accounts
+from infra import metrics
+from infra.kafka import make_consumer
+from infra.log import EventDecoder, EventProducer
+from infra.read import read_to_end
+from infra.settings import KafkaSettings
+from schemas.errors import HeadraceError, Undecodable
+from schemas.events import LedgerSaved
+from schemas.topics import LIFECYCLE, ledger_topic
+
+SAVE_S = 5.0
+POLL_MS = 100
+RECORDS_MAX = 2_000
+FETCH_WAIT_MS = 100
+"""By so much the end of a request may be heard of late; a fetch for each record would cost more than all else that is done for it."""
+FETCH_BYTES_MIN = 64 * 1024
+RETRY_S = 1.0
+
+log = structlog.get_logger("streams.accounts")
+
+
+@dataclass(slots=True)
+class _Held:
+    """A partition's ledgers. `ours` while Faust gives it; `ready` once it was read to `target`. `stale` are the keys of older rows, by tenant."""
+
+    accounts: Accounts
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    target: int | None = None
+    ours: bool = True
+    stale: dict[str, set[str]] = field(default_factory=dict)
+
+
+class Ledgers:
+    """The ledgers of one tier, in the partitions that this process has. `committed` tells how far its requests are committed."""
+
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        tier: str,
+        producer: EventProducer,
+        decoder: EventDecoder,
+        committed: Callable[[int], int],
+    ) -> None:
+        self._settings = settings
+        self._tier = tier
+        self._topic = ledger_topic(tier)
+        self._producer = producer
+        self._decoder = decoder
+        self._committed = committed
+        self._writer = uuid.uuid4().hex
+        self._held: dict[int, _Held] = {}
+        self._changed = False
+        self._consumer: AIOKafkaConsumer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.failure: str | None = None
+
+    def start(self) -> None:
+        """Follow and save from now on."""
+        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._save_regularly())]
+
+    async def stop(self) -> None:
+        """Save once more, and stop."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(HeadraceError):
+            await self._save_all()
+        await self._close()
+
+    # --- partitions come and go ----------------------------------------------------------------------------------------
+
+    def revoked(self, partitions: Iterable[int]) -> None:
+        """These are others' now: nothing is decided of them until they come again."""
+        for partition in partitions:
+            if (held := self._held.get(partition)) is not None:
+                held.ours = False
+                held.ready.clear()
+
+    def assigned(self, partitions: Collection[int]) -> None:
+        """These are ours, and no others. Each is ready once it is read to where `lifecycle` ends now."""
+        for partition in set(self._held) - set(partitions):
+            self._held.pop(partition).ready.set()
+        for partition in partitions:
+            held = self._held.setdefault(partition, _Held(Accounts(self._tier)))
+            held.ours, held.target = True, None
+            held.ready.clear()
+        self._changed = True
+
+    async def of(self, partition: int) -> Accounts | None:
+        """A partition's ledgers, once they are ready; None if the partition went meanwhile."""
+        held = self._held.get(partition)
+        if held is None:
+            return None
+        await held.ready.wait()
+        return held.accounts if self._held.get(partition) is held and held.ours else None
+
+    def known(self, partition: int) -> Accounts | None:
+        """The same without waiting: what is known of it by now."""
+        held = self._held.get(partition)
+        return held.accounts if held is not None else None
+
+    # --- following -----------------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                if self._changed or self._consumer is None:
+                    self._changed = False
+                    await self._assign()
+                await self._poll()
+                self.failure = None
+            except (KafkaError, HeadraceError, OSError) as error:
+                self.failure = f"{LIFECYCLE} can't be followed: {error!r}"
+                log.warning("can't be followed", error=repr(error))
+                await self._close()
+                await asyncio.sleep(RETRY_S)
+
+    async def _assign(self) -> None:
+        fresh = {number: held for number, held in self._held.items() if held.accounts.next_offset == 0}
+        if fresh:
+            await self._restore(fresh)
+        if self._consumer is None:
+            self._consumer = make_consumer(
+                self._settings, fetch_max_wait_ms=FETCH_WAIT_MS, fetch_min_bytes=FETCH_BYTES_MIN
+            )
+            await self._consumer.start()
+        places = {TopicPartition(LIFECYCLE, number): held for number, held in self._held.items()}
+        self._consumer.assign(list(places))
+        if not places:
+            return
+        firsts, ends = await self._consumer.beginning_offsets(list(places)), await self._consumer.end_offsets(list(places))
+        for place, held in places.items():
+            start = held.accounts.next_offset or held.accounts.start
+            self._consumer.seek(place, min(max(start, firsts[place]), ends[place]))
+            if held.target is None:
+                held.target = ends[place]
+
+    async def _restore(self, fresh: dict[int, _Held]) -> None:
+        """The rows there are, of whatever writer."""
+        for held in fresh.values():
+            held.accounts, held.stale = Accounts(self._tier), {}
+        async for record in read_to_end(self._settings, self._topic, only=fresh):
+            with contextlib.suppress(Undecodable):
+                row = await self._decoder.decode(record.value) if record.value is not None else None
+                held = fresh[record.partition]
+                if isinstance(row, LedgerSaved) and record.key is not None:
+                    held.accounts.restore(row)
+                    held.stale.setdefault(row.tenant, set()).add(record.key.decode(errors="replace"))
+
+    async def _poll(self) -> None:
+        assert self._consumer is not None
+        if not self._held:
+            await asyncio.sleep(POLL_MS / 1000)
+            return
+        batches = await self._consumer.getmany(timeout_ms=POLL_MS, max_records=RECORDS_MAX)
+        for place, records in batches.items():
+            await self._take(place.partition, records)
+        if self._changed:
+            return
+        for number, held in self._held.items():
+            if held.ours and held.target is not None and not held.ready.is_set():
+                place = TopicPartition(LIFECYCLE, number)
+                if held.target == 0 or await self._consumer.position(place) >= held.target:
+                    held.ready.set()
+
+    async def _take(self, partition: int, records: Iterable[ConsumerRecord]) -> None:
+        held = self._held.get(partition)
+        for record in records:
+            try:
+                event: object = await self._decoder.decode(record.value)
+            except Undecodable:
+                event = None
+                metrics.PASSED_OVER.labels(LIFECYCLE).inc()
+            if held is None or self._held.get(partition) is not held:
+                return
+            held.accounts.apply(record.offset, record.timestamp, event)
+
+    async def _close(self) -> None:
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            await consumer.stop()
+
+    # --- saving --------------------------------------------------------------------------------------------------------
+
+    async def _save_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_S)
+            with contextlib.suppress(HeadraceError):
+                await self._save_all()
+
+    async def _save_all(self) -> None:
+        for number, held in list(self._held.items()):
+            if held.ours and held.ready.is_set():
+                await self._save(number, held)
+
+    async def _save(self, partition: int, held: _Held) -> None:
+        """The mark is written once the rows are confirmed, and older rows go once newer ones are. What isn't written is written next time."""
+        *rows, mark = held.accounts.save(self._committed(partition), int(time.time() * 1000)) or [None]
+        if mark is None:
+            return
+        try:
+            for group in (rows, [mark]):
+                sent = [
+                    await self._producer.send(self._topic, row, key=self._key(row), partition=partition) for row in group
+                ]
+                await asyncio.gather(*sent)
+            await self._forget_older(partition, held, [*rows, mark])
+        except HeadraceError as error:
+            held.accounts.unsaved(rows)
+            log.warning("ledgers are not saved", partition=partition, error=error.message)
+
+    async def _forget_older(self, partition: int, held: _Held, rows: list[LedgerSaved]) -> None:
+        for row in rows:
+            for key in held.stale.pop(row.tenant, set()) - {self._key(row)}:
+                await self._producer.send_raw(self._topic, None, key.encode(), partition)
+
+    def _key(self, row: LedgerSaved) -> str:
+        """Each writer has its own row of a tenant: a former owner's late one takes the place of no newer one."""
+        return f"{row.tenant}/{self._writer}"
