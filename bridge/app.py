@@ -24,6 +24,7 @@ from bridge.body import parse_object, read_body
 from bridge.calls import Call
 from bridge.door import FrontDoor
 from bridge.errors import REQUEST_ID_HEADER, error_response, stopping
+from bridge.limits import RATE_HEADERS, rate_headers
 from bridge.observe import Observer, refused
 from bridge.openai_chat import ChatCall
 from bridge.openai_completions import CompletionCall
@@ -76,7 +77,7 @@ def make_app(door: FrontDoor, not_ready: Ready) -> Starlette:
             allow_origins=door.settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER, "Retry-After"],
+            expose_headers=[REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS],
         )
         middleware.append(cors)
     handlers: dict[Any, Any] = {HeadraceError: _on_error, HTTPException: _on_http_exception, Exception: _on_crash}
@@ -194,7 +195,7 @@ class _Serving:
             )
         except HeadraceError as error:
             self._finish()
-            return error_response(error, self._call.request_id)
+            return error_response(error, self._call.request_id, self._call.rates)
         except asyncio.CancelledError:
             return self._cut()
         except BaseException:
@@ -206,12 +207,12 @@ class _Serving:
         try:
             body = await _collect(self._call, rendering())
         except HeadraceError as error:
-            return error_response(error, self._call.request_id)
+            return error_response(error, self._call.request_id, self._call.rates)
         except asyncio.CancelledError:
             return self._cut()
         finally:
             self._finish()
-        return _json(body, {REQUEST_ID_HEADER: self._call.request_id})
+        return _json(body, {REQUEST_ID_HEADER: self._call.request_id, **rate_headers(self._call.rates)})
 
     def _cut(self) -> Response:
         """The server gives up a call that has had no word yet, since it stops."""

@@ -10,9 +10,10 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bridge.errors import rejection
+from bridge.limits import least
 from decisions.stream import COMPLETED, NEW, Closed, Input, StreamState, fold
 from schemas.errors import HeadraceError
 from schemas.events import (
@@ -20,6 +21,7 @@ from schemas.events import (
     GenerationStarted,
     InferenceCompleted,
     InferenceRejected,
+    Rates,
     Reply,
     TokenLogprob,
     TokensGenerated,
@@ -84,6 +86,7 @@ class Leg:
     Attributes:
         partition, offset: where its last record is; none at or before it is folded again.
         chars, text_offsets: for each choice, the characters of its text, and those of all its tokens with log-probabilities.
+        rates: what its tenant had left of its limits when it was let in.
     """
 
     call: Call
@@ -92,6 +95,7 @@ class Leg:
     state: StreamState = NEW
     served: Served | None = None
     usage: Usage | None = None
+    rates: Rates | None = None
     partition: int = 0
     offset: int = -1
     chars: list[int] = field(default_factory=list)
@@ -160,6 +164,11 @@ class Call:
         )
 
     @property
+    def rates(self) -> Rates | None:
+        """The least that any of its requests was told to be left; None if no limit holds. What a replay tells of it is old news."""
+        return None if self.resumed else least(leg.rates for leg in self.legs)
+
+    @property
     def done(self) -> bool:
         """Whether nothing more will come."""
         return self.error is not None or self._open_legs == 0
@@ -192,7 +201,7 @@ class Call:
             if closed.outcome == COMPLETED and isinstance(event, InferenceCompleted):
                 self._complete(leg, event)
             else:
-                self.fail(rejection(event) if isinstance(event, InferenceRejected) else _failure(closed))
+                self.fail(self._rejection(event) if isinstance(event, InferenceRejected) else _failure(closed))
         self._wake()
 
     def begun(self) -> None:
@@ -200,7 +209,11 @@ class Call:
         self._started_s = self._started_s or asyncio.get_running_loop().time()
         self._wake()
 
+    def _rejection(self, event: InferenceRejected) -> HeadraceError:
+        return rejection(replace(event, rates=None) if self.resumed else event)
+
     def _start(self, leg: Leg, event: GenerationStarted) -> None:
+        leg.rates = leg.rates or event.rates
         leg.served = leg.served or Served(event.model, event.version, event.tier)
         if not leg.chars:
             leg.chars, leg.text_offsets = [0] * len(leg.state.accepted), [0] * len(leg.state.accepted)

@@ -10,13 +10,29 @@ import orjson
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from bridge.limits import rate_headers
 from schemas.errors import HeadraceError
-from schemas.events import InferenceRejected
+from schemas.events import InferenceRejected, Rates
 from schemas.reasons import Reason, lookup
 
 REQUEST_ID_HEADER = "X-Request-Id"
 UNSUPPORTED = "unsupported_parameter"
 """The type of a pydantic error that stands for a parameter which this version doesn't serve."""
+
+
+class Rejected(HeadraceError):
+    """Admission refused the request. `rates`: what its tenant had left of its limits then, None if that isn't known."""
+
+    def __init__(
+        self, reason: Reason, message: str, *, param: str | None, retry_after_ms: int | None, rates: Rates | None
+    ) -> None:
+        super().__init__(reason, message, param=param, retry_after_ms=retry_after_ms)
+        self.rates = rates
+
+
+def rates_of(error: HeadraceError) -> Rates | None:
+    """What an error tells of limits."""
+    return error.rates if isinstance(error, Rejected) else None
 
 
 def error_object(error: HeadraceError) -> dict[str, Any]:
@@ -25,9 +41,12 @@ def error_object(error: HeadraceError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": reason.openai_type, "param": error.param, "code": reason.value}}
 
 
-def error_response(error: HeadraceError, request_id: str | None = None) -> Response:
-    """The error as an HTTP response: the reason's status, Retry-After in whole seconds when a wait is known to help."""
-    headers = {}
+def error_response(error: HeadraceError, request_id: str | None = None, rates: Rates | None = None) -> Response:
+    """The error as an HTTP response: the reason's status, Retry-After in whole seconds when a wait is known to help.
+
+    `rates` are the limits told when the request was let in; a refusal tells its own.
+    """
+    headers = rate_headers(rates_of(error) or rates)
     if error.retry_after_ms is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
     if request_id is not None:
@@ -50,8 +69,12 @@ def stopping() -> HeadraceError:
 
 def rejection(event: InferenceRejected) -> HeadraceError:
     """Admission's refusal as an error; its parameter is named as the caller named it."""
-    return HeadraceError(
-        lookup(event.reason), event.message, param=caller_param(event.param), retry_after_ms=event.retry_after_ms
+    return Rejected(
+        lookup(event.reason),
+        event.message,
+        param=caller_param(event.param),
+        retry_after_ms=event.retry_after_ms,
+        rates=event.rates,
     )
 
 

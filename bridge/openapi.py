@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from bridge import openai_answers as answers
+from bridge.limits import RATE_HEADERS
 from bridge.openai_models import ChatRequest, CompletionRequest
 
 VERSION = "0.1.0"
@@ -49,7 +50,16 @@ with exactly what follows it, on any front door. Ids are opaque. To be able to c
 send `{"type": "request", "id": "a", "endpoint": "chat.completions", "body": {…}}`,
 `{"type": "resume", "id": "a", "request_id": …, "last_event_id": …}` and `{"type": "cancel", "id": "a"}`;
 get `started`, `chunk`, and `done` or `error`.
+
+Where a limit holds, an answer and a 429 tell in OpenAI's `x-ratelimit-*` headers what is left of it. A WebSocket's `started` and `error`
+have the same as `rate_limits`, and `retry_after_ms`.
 """
+_RATES = {
+    "limit": "Of the limits that hold, the one with the least left.",
+    "remaining": "What is left of it.",
+    "reset": "When all of it is free again, such as `6m0s`, if no other request comes.",
+}
+_RATE_TYPES = {"limit": "integer", "remaining": "integer", "reset": "string"}
 _EXAMPLES: dict[type[BaseModel], dict[str, Any]] = {
     ChatRequest: {"model": "smollm2", "messages": [{"role": "user", "content": "Name three rivers."}]},
     CompletionRequest: {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 16},
@@ -78,6 +88,14 @@ def _content(model: type[BaseModel], media_type: str = "application/json") -> di
 
 def _errors(*statuses: str) -> dict[str, Any]:
     return {status: {"description": _ERRORS[status], "content": _content(answers.ErrorAnswer)} for status in statuses}
+
+
+def _header(description: str, kind: str = "string") -> dict[str, Any]:
+    return {"description": description, "schema": {"type": kind}}
+
+
+def _rate_headers() -> dict[str, Any]:
+    return {name: _header(_RATES[name.split("-")[2]], _RATE_TYPES[name.split("-")[2]]) for name in RATE_HEADERS}
 
 
 def _parameter(name: str, place: str, description: str, **schema: Any) -> dict[str, Any]:
@@ -127,9 +145,11 @@ def _call(summary: str, body: type[BaseModel], whole: type[BaseModel], chunk: ty
     }
     answer = {
         "description": "The answer; with `stream: true` server-sent events, each a chunk, then `[DONE]`.",
-        "headers": {"X-Request-Id": {"description": "Names the request in the log.", "schema": {"type": "string"}}},
+        "headers": {"X-Request-Id": _header("Names the request in the log."), **_rate_headers()},
         "content": _content(whole) | _content(chunk, "text/event-stream"),
     }
+    errors = _errors(*_ERRORS)
+    errors["429"]["headers"] = {"Retry-After": _header("Seconds to wait.", "integer"), **_rate_headers()}
     return {
         "summary": summary,
         "description": " ".join((body.__doc__ or "").split()),
@@ -138,7 +158,7 @@ def _call(summary: str, body: type[BaseModel], whole: type[BaseModel], chunk: ty
             "required": True,
             "content": {"application/json": {**_content(body)["application/json"], "example": _EXAMPLES[body]}},
         },
-        "responses": {"200": answer, **_errors(*_ERRORS)},
+        "responses": {"200": answer, **errors},
     }
 
 

@@ -184,7 +184,7 @@ class Resumes:
             if admitted is None:
                 raise HeadraceError(Reason.NOT_FOUND, "there is no such stream")
             if isinstance(admitted, InferenceRejected):
-                raise rejection(admitted)
+                raise rejection(replace(admitted, rates=None))  # what was left then is old news
             shape, reply = Shape(wish.completions, wish.include_usage, admitted.model), admitted.reply
             leg.call.reply = reply
             leg.call.name = self.namer(shape, tenant, reply)

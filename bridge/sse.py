@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from bridge.calls import Call, Update
 from bridge.errors import REQUEST_ID_HEADER, error_object
+from bridge.limits import rate_headers
 from bridge.rendering import Rendering
 from bridge.servers import abort
 from infra import metrics
@@ -82,7 +83,12 @@ class SseResponse(Response):
         self._stall_s = stall_s
         self._sending: asyncio.Timeout | None = None
         super().__init__(
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", REQUEST_ID_HEADER: call.request_id},
+            headers={
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",
+                REQUEST_ID_HEADER: call.request_id,
+                **rate_headers(call.rates),
+            },
             media_type="text/event-stream",
         )
         del self.headers["content-length"]

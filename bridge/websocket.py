@@ -11,7 +11,8 @@ A request, or a resume, may say what becomes of it if the socket closes: `"on_di
 
 It gets `{"type": "ready"}` once it is known; then, for each request, `started` (with `request_id`), `chunk` (`data` is OpenAI's chunk;
 `event_id` is that of a server-sent event) and either `done` or `error`, which is the request's last. An error with `id` null is about a
-message that could not be taken, and ends nothing.
+message that could not be taken, and ends nothing. What HTTP tells in headers stands in `started` and `error`: `rate_limits` where a limit
+holds, and `retry_after_ms` where a wait is known to help.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from bridge.auth import Caller
 from bridge.body import parse_object
 from bridge.calls import Call, Update
 from bridge.door import FrontDoor
-from bridge.errors import error_object, error_response
+from bridge.errors import error_object, error_response, rates_of
+from bridge.limits import rate_object
 from bridge.observe import Observer, refused
 from bridge.openai_chat import ChatCall
 from bridge.openai_completions import CompletionCall
@@ -215,7 +217,7 @@ class Socket:
         except Exception as error:
             told = _told(error)
             refused(told.reason.value)
-            await self._end(request, {"type": "error", "id": request.id, **error_object(told)})
+            await self._end(request, _error_message(request.id, told))
             return
         observer = Observer(call, "websocket")
         try:
@@ -227,7 +229,7 @@ class Socket:
         except SocketClosed:
             pass
         except Exception as error:
-            await self._end(request, {"type": "error", "id": request.id, **error_object(_told(error))})
+            await self._end(request, _error_message(request.id, _told(error)))
         finally:
             self._free(request)
             observer.finish()
@@ -260,7 +262,8 @@ class Socket:
     ) -> None:
         await call.verdict()
         rendering = render()
-        await self._send({"type": "started", "id": request.id, "request_id": call.request_id}, call)
+        started = {"type": "started", "id": request.id, "request_id": call.request_id, **rate_object(call.rates)}
+        await self._send(started, call)
         for chunk in () if call.opened else rendering.opening():
             await self._send({"type": "chunk", "id": request.id, "data": chunk}, call)
         done = False
@@ -277,8 +280,7 @@ class Socket:
             place = {} if update.event_id is None else {"event_id": update.event_id}
             await self._send({"type": "chunk", "id": request.id, **place, "data": chunk}, call)
         if update.error is not None:
-            error = {"type": "error", "id": request.id, **error_object(update.error)}
-            await self._end(request, error)
+            await self._end(request, _error_message(request.id, update.error))
         elif update.done:
             if rendering.include_usage:
                 await self._send({"type": "chunk", "id": request.id, "data": rendering.usage_chunk()}, call)
@@ -347,6 +349,11 @@ class Socket:
             abort(self._socket.scope)
         except (WebSocketDisconnect, RuntimeError, OSError):
             pass
+
+
+def _error_message(call_id: str, error: HeadraceError) -> dict[str, Any]:
+    wait = {} if error.retry_after_ms is None else {"retry_after_ms": error.retry_after_ms}
+    return {"type": "error", "id": call_id, **error_object(error), **wait, **rate_object(rates_of(error))}
 
 
 def _told(error: Exception) -> HeadraceError:

@@ -96,6 +96,7 @@ class Answer:
         self._choices = [_Choice(sent=count, flushed_s=flushed_s) for count in from_tokens]
         self._begun = GenerationStarted(
             work.request_id, work.tenant, work.model, work.version, work.tier, self.attempt, from_tokens, len(work.prompt_token_ids), self._worker_id, queue_ms, work.sampling,
+            None if any(from_tokens) else work.rates,
         )  # fmt: skip
         self._timer = asyncio.get_running_loop().call_later(START_LINGER_S, self._announce_beside)
 
@@ -252,7 +253,7 @@ class Answer:
             return None
         event: Event = GenerationReleased(self._work.request_id, self.attempt, self._worker_id)
         if not self._released:
-            event = replace(self._begun, from_tokens=tuple(choice.sent for choice in self._choices))
+            event = replace(self._begun, from_tokens=tuple(choice.sent for choice in self._choices), rates=None)
         confirmed = await self._send(event)
         self._told_released = self._released
         return confirmed

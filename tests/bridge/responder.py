@@ -2,8 +2,8 @@
 
 The last user message (or the prompt) may be a JSON object: `tokens` (texts of the tokens), `tail` (text held back to the end),
 `reject` / `fail` (a reason), `fail_after` (tokens before the failure), `gap_ms` (between tokens), `first_ms` (before the start), `hang`
-(never end), `repeat`, `zombie` (send tokens of an old attempt too), `takeover_after` (tokens before another worker goes on). Anything else
-is echoed, one token a character.
+(never end), `repeat`, `zombie` (send tokens of an old attempt too), `takeover_after` (tokens before another worker goes on), `rates` (what the
+tenant has left: `requests` and `tokens`, each limit, remaining and reset_ms). Anything else is echoed, one token a character.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from schemas.events import (
     InferenceRejected,
     InferenceRequested,
     Position,
+    Rate,
+    Rates,
     Timings,
     TokenLogprob,
     TokensGenerated,
@@ -119,6 +121,7 @@ class Responder:
                 "no",
                 param=script.get("param"),
                 retry_after_ms=script.get("retry_after_ms"),
+                rates=_rates(script),
             )
             await self._send(grant, event)
             await self._producer.send(LIFECYCLE, event, key=grant.tenant)
@@ -128,7 +131,8 @@ class Responder:
         n = request.sampling.n
         where = (*common, VERSION, INTERACTIVE)
         attempt = ATTEMPT
-        await self._send(grant, GenerationStarted(*where, attempt, (0,) * n, prompt_tokens=7, worker_id="w"))
+        started = GenerationStarted(*where, attempt, (0,) * n, prompt_tokens=7, worker_id="w", rates=_rates(script))
+        await self._send(grant, started)
         tokens = [text.encode() for text in script["tokens"]] * script.get("repeat", 1)
         for i, token in enumerate(tokens):
             if script.get("takeover_after") == i:
@@ -171,6 +175,11 @@ def _script(request: InferenceRequested) -> dict[str, Any]:
     if text.startswith("{"):
         return {"tokens": ["ok"], **json.loads(text)}
     return {"tokens": list(text)}
+
+
+def _rates(script: dict[str, Any]) -> Rates | None:
+    told = {unit: Rate(*numbers) for unit, numbers in script.get("rates", {}).items()}
+    return Rates(**told) if told else None
 
 
 def _logprobs(token: bytes, count: int | None) -> tuple[TokenLogprob, ...] | None:

@@ -19,6 +19,8 @@ from schemas.events import (
     GenerationStarted,
     InferenceFailed,
     InferenceScheduled,
+    Rate,
+    Rates,
     Reply,
     Sampling,
     Timings,
@@ -55,9 +57,9 @@ class Broker:
             future.set_result(None)
 
 
-def answer(broker: Broker, *, stream: bool = True, n: int = 1) -> Answer:
+def answer(broker: Broker, *, stream: bool = True, n: int = 1, rates: Rates | None = None) -> Answer:
     work = InferenceScheduled(
-        "r", "acme", "m", "1", "interactive", (1, 2), Sampling(n=n), 0, 0, Reply("tokens", 0), "s", stream
+        "r", "acme", "m", "1", "interactive", (1, 2), Sampling(n=n), 0, 0, Reply("tokens", 0), "s", stream, rates=rates
     )
     return Answer(broker, work, Attempt(1, 1), "w", ())  # type: ignore[arg-type]
 
@@ -211,6 +213,20 @@ async def test_a_start_without_tokens_is_written_soon() -> None:
     await made.keep()
     await made.complete((ChoiceEnd(0, 0, "stop"),), Usage(2, 0), Timings())
     assert folded(broker.events)[0].closed.outcome == "completed"
+
+
+@pytest.mark.parametrize("from_tokens", [(0, 0), (0, 1)])
+async def test_only_the_first_start_of_a_request_tells_what_its_tenant_had_left(from_tokens: tuple[int, ...]) -> None:
+    left = Rates(Rate(9, 8, 7_000))
+    broker = Broker(0)
+    made = answer(broker, n=2, rates=left)
+    made.start(from_tokens, 0.0)
+    await made.started()
+    await made.release()
+    await made.keep()
+    starts = [event for event in broker.events if isinstance(event, GenerationStarted)]
+    assert [start.rates for start in starts] == [None if any(from_tokens) else left, None]
+    made.close()
 
 
 async def test_what_is_closed_before_it_was_written_stays_unwritten() -> None:
