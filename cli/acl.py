@@ -23,7 +23,7 @@ from schemas.topics import (
 )
 
 TOOL = "kafka-acls.sh"
-ALL_REQUESTS, ALL_WORK, ALL_TENANT_TOKENS, ALL = "requests.*", "work.*", "tokens.*", "*"
+ALL_REQUESTS, ALL_WORK, ALL_TENANT_TOKENS, ALL_LEDGERS, ALL = "requests.*", "work.*", "tokens.*", "ledger.*", "*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ ROLES = (
     Role(
         "admission",
         "judges requests",
-        (ALL_REQUESTS, TENANTS, REGISTRY, WORKERS, SCHEMAS),
-        (ALL_REQUESTS, ALL_WORK, TOKENS, ALL_TENANT_TOKENS, LIFECYCLE, CONTROL, DEAD_LETTERS, SCHEMAS),
+        (ALL_REQUESTS, TENANTS, REGISTRY, WORKERS, SCHEMAS, LIFECYCLE, ALL_LEDGERS),
+        (ALL_REQUESTS, ALL_WORK, TOKENS, ALL_TENANT_TOKENS, LIFECYCLE, ALL_LEDGERS, CONTROL, DEAD_LETTERS, SCHEMAS),
         ("admission.*",),
     ),
     Role(

@@ -24,6 +24,17 @@ def test_only_endings_write_answers_and_only_the_operator_tenants() -> None:
     assert {role.name for role in ROLES if "tenants" in role.writes} == {"operator"}
 
 
+def test_ledgers_are_admissions_alone_and_it_reads_what_they_are_folded_from() -> None:
+    writers = {role.name for role in ROLES if "ledger.*" in role.writes}
+    assert writers == {"admission"}
+    own = [line for line in commands("b:1") if "User:headrace-admission" in line]
+    for topic in ("--topic ledger. --resource-pattern-type prefixed", "--topic lifecycle"):
+        for operation in ("Read", "Write"):
+            assert any(line.endswith(f"--operation {operation} --operation Describe {topic}") for line in own)
+    (operator,) = [role for role in ROLES if role.name == "operator"]
+    assert operator.reads == ("*",)
+
+
 def test_every_command_names_the_cluster_and_one_principal() -> None:
     for line in commands("b:1", ["acme"]):
         if not line.startswith("#"):

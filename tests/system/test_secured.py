@@ -187,6 +187,8 @@ def request_id() -> str:
         ("bridge", "work.scripted.1.interactive"),
         ("bridge", "tokens"),
         ("endings", "tenants"),
+        ("endings", "ledger.interactive"),
+        ("operator", "ledger.interactive"),
         ("admission", "answers"),
         ("tenant-acme", "tokens.acme"),
         ("tenant-acme", "tenants"),
@@ -205,7 +207,15 @@ async def test_nobody_writes_what_is_anothers(
 
 
 async def test_a_direct_producer_reads_nobody_elses_records(stack: RunningStack, secured: SecuredKafka) -> None:
-    hidden = ["tokens.other", "tokens", "answers", "lifecycle", "tenants", "work.scripted.1.interactive"]
+    hidden = [
+        "tokens.other",
+        "tokens",
+        "answers",
+        "lifecycle",
+        "ledger.interactive",
+        "tenants",
+        "work.scripted.1.interactive",
+    ]
     settings = secured.settings("tenant-acme")
     admin, consumer = make_admin(settings), make_consumer(settings)
     await admin.start()
