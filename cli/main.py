@@ -17,7 +17,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("cli.chat:chat", "Talk to a model through the front door."),
     "explain": ("cli.explain:explain", "One request's timeline, read back from the log."),
     "models": ("cli.models:models", "List, register and promote model versions."),
-    "tenants": ("cli.tenants:tenants", "Tenants, their API keys and their grants."),
+    "tenants": ("cli.tenants:tenants", "Tenants, their API keys, their quotas and their grants."),
     "dead-letters": ("cli.dead_letters:dead_letters", "Records that could not be handled: see, retry or drop them."),
     "topics": ("cli.topics:topics", "Create, list and follow the log's topics."),
     "bench": ("cli.bench:bench", "Measure, side by side with peers."),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from schemas.errors import HeadraceError
-from schemas.events import ApiKey, Event, ModelPromoted, ModelVersionRegistered, TenantChanged
+from schemas.events import ApiKey, Event, ModelPromoted, ModelVersionRegistered, Quota, TenantChanged
 from schemas.reasons import Reason
-from schemas.topics import BATCH, INTERACTIVE, REGISTRY, TENANTS, check_word
+from schemas.topics import BATCH, DEFAULTS, INTERACTIVE, REGISTRY, TENANTS, TIERS, check_word
 
 if TYPE_CHECKING:
+    from infra.log import Headers
     from infra.settings import KafkaSettings
 
 KEY_ID_BYTES = 4
@@ -28,6 +31,10 @@ MERGES_MAX = 16
 SILENT_MS = 30_000
 """A worker that has reported nothing for so long counts as gone: they report every second or so."""
 SERVING = ("starting", "ready")
+QUOTAS_HEADER = "quotas"
+"""On a record of `tenants`: what the quotas that its writer meant to change count, as a JSON list. Of all others it says nothing."""
+Counted = tuple[str, str, str]
+"""What a quota counts: tier, key and model. A tenant has one quota for each."""
 DEFAULT_TIERS = (INTERACTIVE, BATCH)
 
 
@@ -81,6 +88,12 @@ async def count_workers(settings: KafkaSettings, model: str, version: str) -> in
 
 async def read_tenants(settings: KafkaSettings) -> dict[str, TenantChanged]:
     """Every tenant's present state, by name."""
+    states = await read_states(settings)
+    return {name: tenant for name, tenant in states.items() if name != DEFAULTS}
+
+
+async def read_states(settings: KafkaSettings) -> dict[str, TenantChanged]:
+    """Every tenant's present state, and under the name `*` what holds by default."""
     from infra.directory import TenantDirectory
 
     directory = TenantDirectory(settings)
@@ -91,16 +104,10 @@ async def read_tenants(settings: KafkaSettings) -> dict[str, TenantChanged]:
 
 async def read_tenant(settings: KafkaSettings, name: str) -> TenantChanged:
     """One tenant's present state. Raises HeadraceError (not_found)."""
-    tenants = await read_tenants(settings)
-    if name not in tenants:
-        known = ", ".join(sorted(tenants)) or "none yet"
-        raise HeadraceError(
-            Reason.NOT_FOUND, f"there is no tenant {name!r}; there are: {known} (`headrace tenants create`)"
-        )
-    return tenants[name]
+    return find_tenant(await read_tenants(settings), name)
 
 
-async def write(settings: KafkaSettings, topic: str, *events: tuple[str, Event]) -> None:
+async def write(settings: KafkaSettings, topic: str, *events: tuple[str, Event], headers: Headers = ()) -> None:
     """Writes (key, event) pairs in this order and returns once the broker has confirmed them."""
     from infra.log import EventProducer
 
@@ -108,49 +115,82 @@ async def write(settings: KafkaSettings, topic: str, *events: tuple[str, Event])
     await producer.start()
     try:
         for key, event in events:
-            await producer.send_and_wait(topic, event, key=key)
+            await producer.send_and_wait(topic, event, key=key, headers=headers)
     finally:
         await producer.stop()
 
 
-async def write_tenant(settings: KafkaSettings, tenant: TenantChanged) -> None:
-    """Replaces a tenant's state, but for what others wrote of it at the same time: nobody's key or revocation is undone unseen.
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A tenant's state as it was written, and the quotas that its writer meant to change; None: all of them."""
 
-    Raises HeadraceError (conflict) if others don't stop.
+    state: TenantChanged
+    meant: frozenset[Counted] | None = None
+
+
+async def write_tenant(settings: KafkaSettings, tenant: TenantChanged, changed: Collection[Counted] = ()) -> None:
+    """Replaces a tenant's state, but for what others wrote of it at the same time: nobody's key, revocation or quota is undone unseen.
+
+    `changed` are the quotas that the caller has set or removed. Raises HeadraceError (conflict) if others don't stop.
     """
     for _ in range(MERGES_MAX):
-        await write(settings, TENANTS, (tenant.tenant, tenant))
-        states = await _written_at_once(settings, tenant.tenant)
-        tenant = reduce(merged, states, states[-1])
-        if tenant == merged(states[-1], states[-1]):
+        headers = [(QUOTAS_HEADER, json.dumps(sorted(changed)).encode())]
+        await write(settings, TENANTS, (tenant.tenant, tenant), headers=headers)
+        written = await _written_at_once(settings, tenant.tenant)
+        last = merged(written[-1].state, written[-1].state)
+        tenant = joined(written)
+        if tenant == last:
             return
+        changed = {counted_by(quota) for quota in set(tenant.quotas) ^ set(last.quotas)}
     raise HeadraceError(Reason.CONFLICT, f"others keep changing the tenant {tenant.tenant}; try again")
 
 
-async def _written_at_once(settings: KafkaSettings, name: str) -> list[TenantChanged]:
+async def _written_at_once(settings: KafkaSettings, name: str) -> list[Written]:
     """The states of a tenant that were written last, within `AT_ONCE_MS`, in order."""
     from infra.views import View
 
-    found: list[tuple[int, TenantChanged]] = []
+    found: list[tuple[int, Written]] = []
 
     def apply(event: Event, record: Any) -> None:
         if isinstance(event, TenantChanged) and event.tenant == name:
-            found.append((record.timestamp, event))
+            found.append((record.timestamp, Written(event, _meant(dict(record.headers).get(QUOTAS_HEADER)))))
 
     view = View(settings, TENANTS, apply)
     await view.start()
     await view.stop()
-    return [state for at_ms, state in found if at_ms >= found[-1][0] - AT_ONCE_MS]
+    return [written for at_ms, written in found if at_ms >= found[-1][0] - AT_ONCE_MS]
+
+
+def _meant(header: bytes | None) -> frozenset[Counted] | None:
+    return None if header is None else frozenset((tier, key, model) for tier, key, model in json.loads(header))
+
+
+def joined(written: Sequence[Written]) -> TenantChanged:
+    """What the states of a tenant that were written at once come to, whoever of their writers saw which."""
+    last = written[-1].state
+    return replace(reduce(merged, [one.state for one in written], last), quotas=_quotas(written))
+
+
+def _quotas(written: Sequence[Written]) -> tuple[Quota, ...]:
+    """Each record sets and removes the quotas that its writer meant, in the order of the log."""
+    held = {counted_by(quota): quota for quota in written[0].state.quotas}
+    for one in written[1:]:
+        said = {counted_by(quota): quota for quota in one.state.quotas}
+        for counted in one.meant if one.meant is not None else held.keys() | said.keys():
+            held.pop(counted, None)
+            if counted in said:
+                held[counted] = said[counted]
+    return ordered(held.values())
 
 
 def merged(one: TenantChanged, other: TenantChanged) -> TenantChanged:
-    """Both states of a tenant in one: keys are only ever added and revoked, and a tenant is only ever shut out."""
+    """Both states of a tenant in one, with the quotas of the first: keys are only ever added and revoked, and a tenant is only ever shut out."""
     keys = {key.key_id: key for key in one.keys}
     for key in other.keys:
         revoked = [k.revoked_ms for k in (key, keys.get(key.key_id, key)) if k.revoked_ms is not None]
         keys[key.key_id] = replace(key, revoked_ms=min(revoked, default=None))
-    ordered = tuple(sorted(keys.values(), key=lambda key: (key.created_ms, key.key_id)))
-    return replace(one, keys=ordered, disabled=one.disabled or other.disabled)
+    by_age = tuple(sorted(keys.values(), key=lambda key: (key.created_ms, key.key_id)))
+    return replace(one, keys=by_age, disabled=one.disabled or other.disabled, quotas=ordered(one.quotas))
 
 
 async def ensure_all(settings: KafkaSettings, replication: int = 1) -> list[dict[str, Any]]:
@@ -173,7 +213,17 @@ async def ensure_all(settings: KafkaSettings, replication: int = 1) -> list[dict
     ]
 
 
-# --- keys: pure but for randomness ------------------------------------------------------------------------------------
+# --- tenants, keys and quotas: pure but for randomness ----------------------------------------------------------------
+
+
+def find_tenant(tenants: dict[str, TenantChanged], name: str) -> TenantChanged:
+    """The tenant of that name; `*` is none. Raises HeadraceError (not_found)."""
+    if name not in tenants or name == DEFAULTS:
+        known = ", ".join(sorted(tenants.keys() - {DEFAULTS})) or "none yet"
+        raise HeadraceError(
+            Reason.NOT_FOUND, f"there is no tenant {name!r}; there are: {known} (`headrace tenants create`)"
+        )
+    return tenants[name]
 
 
 def new_tenant(name: str, created_ms: int) -> TenantChanged:
@@ -219,3 +269,17 @@ def find_key(tenant: TenantChanged, key_id: str | None) -> ApiKey:
         Reason.NOT_FOUND,
         f"{tenant.tenant} has {wanted}; its keys: {known} (`headrace tenants keys add {tenant.tenant}`)",
     )
+
+
+def counted_by(quota: Quota) -> Counted:
+    """What a quota counts."""
+    return quota.tier, quota.key_id, quota.model
+
+
+def ordered(quotas: Collection[Quota]) -> tuple[Quota, ...]:
+    """Quotas in the order in which they are kept and shown."""
+    return tuple(sorted(quotas, key=lambda quota: (_rank(quota.tier), *counted_by(quota))))
+
+
+def _rank(tier: str) -> int:
+    return TIERS.index(tier) if tier in TIERS else len(TIERS)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.context import console, data_dir, kafka_settings, print_json, run_async, table
+from cli.quotas import quotas, quotas_object, set_quota
 from cli.registry import (
     DEFAULT_TIERS,
     add_key,
@@ -22,6 +23,7 @@ from cli.registry import (
     revoke_key,
     write_tenant,
 )
+from cli.usage import usage
 from schemas.errors import HeadraceError
 from schemas.events import ApiKey, Reply, TenantChanged
 from schemas.reasons import Reason
@@ -62,7 +64,11 @@ TIERS_OPTION = click.option(
 
 @click.group()
 def tenants() -> None:
-    """Tenants, their API keys and their grants."""
+    """Tenants, their API keys, their quotas and their grants."""
+
+
+for _command in (set_quota, quotas, usage):
+    tenants.add_command(_command)
 
 
 @tenants.command()
@@ -100,23 +106,31 @@ def _show_key(tenant: str, key: str, kept: ApiKey, as_json: bool) -> None:
 @tenants.command("list")
 @JSON
 def list_(as_json: bool) -> None:
-    """Every tenant, with its keys."""
+    """Every tenant, with its keys and its own quotas."""
     found = run_async(read_tenants(kafka_settings()))
     if as_json:
         for tenant in found.values():
             print_json(_public(tenant))
         return
-    shown = table("tenant", "state", ">keys", "created")
+    shown = table("tenant", "state", ">keys", ">quotas", "created")
     for name, tenant in sorted(found.items()):
         live = sum(key.revoked_ms is None for key in tenant.keys)
-        shown.add_row(name, "revoked" if tenant.disabled else "active", str(live), _date(tenant.created_ms))
+        state, own = "revoked" if tenant.disabled else "active", str(len(tenant.quotas) or "")
+        shown.add_row(name, state, str(live), own, _date(tenant.created_ms))
     console().print(shown if found else "There is no tenant yet: `headrace tenants create NAME` makes one.")
 
 
 def _public(tenant: TenantChanged) -> dict[str, Any]:
     """A tenant without its salt and its keys' hashes."""
     keys = [{name: value for name, value in dataclasses.asdict(key).items() if name != "sha256"} for key in tenant.keys]
-    return {"tenant": tenant.tenant, "disabled": tenant.disabled, "created_ms": tenant.created_ms, "keys": keys}
+    own = [quotas_object(quota) for quota in tenant.quotas]
+    return {
+        "tenant": tenant.tenant,
+        "disabled": tenant.disabled,
+        "created_ms": tenant.created_ms,
+        "keys": keys,
+        "quotas": own,
+    }
 
 
 def _date(at_ms: int | None) -> str:
