@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from decisions import ledger
@@ -24,6 +24,7 @@ from schemas.events import (
     InferenceFailed,
     InferenceRejected,
     LedgerSaved,
+    Position,
     SavedCounter,
     SavedHold,
 )
@@ -31,9 +32,9 @@ from schemas.topics import HOUR_MS, requests_topic
 
 LAPSE_MS = 2 * HOUR_MS
 """So long after it must have ended a request's stream is no longer in `tokens` (its retention), so nobody can tell its ending any more."""
-STRAY_KEPT_MS = 2 * HOUR_MS
-"""How long an ending without a reservation is remembered: its request may still come."""
-STRAYS_MAX = 100_000
+RECALLED_RECORDS = 10_000
+"""Of so many records of the partition it is remembered what they told: a former owner may tell it again, and an ending may be told before its
+admission. A newcomer reads them all, so there are not more."""
 TOLD_MAX = 200_000
 """Decisions of one partition that are kept because their records may come again; of more, the oldest is forgotten."""
 
@@ -73,9 +74,20 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
+    """A verdict, the offset of its record, the record that it was about, and whether its ending is told, too."""
+
     verdict: Verdict
     offset: int
-    source_offset: int
+    source: Position
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Stray:
+    """An ending whose admission isn't told: the offset of its record, and what was used."""
+
+    offset: int
+    tokens: int
 
 
 @dataclass(slots=True)
@@ -100,7 +112,8 @@ class Accounts:
         self._next = 0
         self._now_ms = 0
         self._told: OrderedDict[Key, _Told] = OrderedDict()
-        self._strays: OrderedDict[Key, int] = OrderedDict()
+        self._strays: OrderedDict[Key, _Stray] = OrderedDict()
+        self._partition: int | None = None
         self._unsaved: set[str] = set()
 
     # --- coming back ---------------------------------------------------------------------------------------------------
@@ -134,13 +147,15 @@ class Accounts:
         """One record of the partition, in order. What says nothing of a reservation of this tier is passed over."""
         self._next = max(self._next, offset + 1)
         self._now_ms = max(self._now_ms, timestamp_ms)
+        while self._strays and next(iter(self._strays.values())).offset < self._next - RECALLED_RECORDS:
+            self._strays.popitem(last=False)
         match event:
             case InferenceAdmitted() if event.tier == self._tier:
                 self._admitted(offset, event)
             case InferenceRejected() if event.tier == self._tier:
                 self._rejected(offset, event)
-            case InferenceCompleted() | InferenceFailed() if event.tier == self._tier:
-                self._ended(offset, timestamp_ms, event)
+            case InferenceCompleted() | InferenceFailed():
+                self._ended(offset, event)
             case _:
                 return
 
@@ -148,69 +163,90 @@ class Accounts:
         return self._tenants.setdefault(name, _Tenant(self._mark.through))
 
     def _admitted(self, offset: int, event: InferenceAdmitted) -> None:
+        """Counts once for each record that asked, and not while the same id is open: both have one stream, and one ending."""
         key = event.tenant, event.request_id
-        again = key in self._told
-        self._note(offset, event)
         tenant = self._tenant(event.tenant)
+        self._partition = event.source.partition
+        if counts := self._is_news(key, event.source):
+            self._note(key, _Told(event, offset, event.source))
         if offset < tenant.through:
             return
         self._unsaved.add(event.tenant)
-        if (taken := tenant.pending.pop(event.request_id, None)) is not None:
-            tenant.open[event.request_id] = _Open(taken.hold, _last_ms(event))
-        elif not (again or event.request_id in tenant.open or key in self._strays):
-            # Decided by somebody else: before this partition came here, or by a former owner that doesn't know it yet.
+        taken = _pop_pending(tenant, event)
+        if not counts or event.request_id in tenant.open:
+            if taken is not None:
+                tenant.counters.update(ledger.withdraw(tenant.counters, taken.hold))
+            return
+        if taken is not None:
+            hold = taken.hold
+        else:  # decided by somebody else: before this partition came here, or by a former owner that doesn't know it yet
             hold, changed = ledger.hold(tenant.counters, event.scopes, cost(event), event.requested_ms)
             tenant.counters.update(changed)
+        if (stray := self._strays.pop(key, None)) is not None:
+            tenant.counters.update(ledger.settle(tenant.counters, hold, stray.tokens))
+        else:
             tenant.open[event.request_id] = _Open(hold, _last_ms(event))
 
     def _rejected(self, offset: int, event: InferenceRejected) -> None:
-        self._note(offset, event)
-        tenant = self._tenant(event.tenant)
-        if offset >= tenant.through and (opened := tenant.open.pop(event.request_id, None)) is not None:
-            self._unsaved.add(event.tenant)
-            tenant.counters.update(ledger.withdraw(tenant.counters, opened.hold))
-
-    def _ended(self, offset: int, timestamp_ms: int, event: InferenceCompleted | InferenceFailed) -> None:
-        tenant = self._tenant(event.tenant)
-        opened = tenant.open.pop(event.request_id, None) if offset >= tenant.through else None
-        taken = tenant.pending.pop(event.request_id, None)
-        hold = opened.hold if opened is not None else taken.hold if taken is not None else None
-        if hold is not None:
-            self._unsaved.add(event.tenant)
-            tenant.counters.update(ledger.settle(tenant.counters, hold, used_tokens(event)))
-        if opened is None:
-            self._stray((event.tenant, event.request_id), timestamp_ms)
-
-    def _note(self, offset: int, event: Verdict) -> None:
-        """A verdict whose record may be delivered again: the first one holds."""
+        """What its record holds is given back. What another record with its id holds isn't: whoever asks may make up an id."""
         source = event.source
-        if source is None or source.topic != self._source:
-            return
-        self._told.setdefault((event.tenant, event.request_id), _Told(event, offset, source.offset))
+        if source is None or source.topic != self._source or self._partition not in (None, source.partition):
+            return  # what can't be read is refused in whatever partition it is
+        key = event.tenant, event.request_id
+        tenant = self._tenant(event.tenant)
+        told = self._told.get(key)
+        if (taken := _pop_pending(tenant, event)) is not None:
+            tenant.counters.update(ledger.withdraw(tenant.counters, taken.hold))
+        if told is not None and isinstance(told.verdict, InferenceAdmitted):
+            if told.source != source or told.ended:
+                return
+            self._told[key] = _Told(event, told.offset, source)
+            if offset >= tenant.through and (opened := tenant.open.pop(event.request_id, None)) is not None:
+                self._unsaved.add(event.tenant)
+                tenant.counters.update(ledger.withdraw(tenant.counters, opened.hold))
+        elif self._is_news(key, source):
+            self._note(key, _Told(event, offset, source))
+
+    def _ended(self, offset: int, event: InferenceCompleted | InferenceFailed) -> None:
+        """Of whatever tier it calls itself: a request that was cancelled through another tier's topic has ended, too."""
+        tenant, key = self._tenants.get(event.tenant), (event.tenant, event.request_id)
+        opened = tenant.open.pop(event.request_id, None) if tenant is not None and offset >= tenant.through else None
+        if tenant is not None and opened is not None:
+            self._unsaved.add(event.tenant)
+            tenant.counters.update(ledger.settle(tenant.counters, opened.hold, used_tokens(event)))
+        told = self._told.get(key)
+        if told is not None and isinstance(told.verdict, InferenceAdmitted):
+            self._told[key] = replace(told, ended=True)
+        elif opened is None and event.tier == self._tier:
+            self._strays.setdefault(key, _Stray(offset, used_tokens(event)))
+
+    def _is_news(self, key: Key, source: Position) -> bool:
+        """Whether no verdict is told of this record, nor of a later one with its id."""
+        told = self._told.get(key)
+        if told is None or (told.source.topic, told.source.partition) != (source.topic, source.partition):
+            return True
+        return source.offset > told.source.offset
+
+    def _note(self, key: Key, told: _Told) -> None:
+        """A verdict whose record may be delivered again."""
+        self._told.pop(key, None)
+        self._told[key] = told
         if len(self._told) > TOLD_MAX:
             self._told.popitem(last=False)
-
-    def _stray(self, key: Key, timestamp_ms: int) -> None:
-        self._strays[key] = timestamp_ms
-        self._strays.move_to_end(key)
-        while self._strays:
-            oldest = next(iter(self._strays))
-            if len(self._strays) <= STRAYS_MAX and self._strays[oldest] > timestamp_ms - STRAY_KEPT_MS:
-                return
-            del self._strays[oldest]
 
     # --- deciding ------------------------------------------------------------------------------------------------------
 
     def standing(self, tenant: str, request_id: str, source_offset: int) -> tuple[Standing, Verdict | None]:
         """What to do with a request at this offset of its partition, and what was decided of its id."""
-        told = self._told.get((tenant, request_id))
-        if told is not None:
-            same = told.source_offset == source_offset
-            return Standing.REDELIVERED if same else Standing.REPEATED, told.verdict
-        known = self._tenants.get(tenant)
+        told, known = self._told.get((tenant, request_id)), self._tenants.get(tenant)
         if known is not None and (taken := known.pending.get(request_id)) is not None:
             same = taken.admitted.source.offset == source_offset
             return Standing.REDELIVERED if same else Standing.REPEATED, taken.admitted
+        if told is not None:
+            same = told.source.offset == source_offset
+            # Of two refused with one id, the earlier was decided before.
+            earlier = isinstance(told.verdict, InferenceRejected) and source_offset < told.source.offset
+            return Standing.REDELIVERED if same or earlier else Standing.REPEATED, told.verdict
         if known is not None and request_id in known.open:
             return Standing.REPEATED, None
         return (Standing.ENDED if (tenant, request_id) in self._strays else Standing.NEW), None
@@ -243,13 +279,22 @@ class Accounts:
 
         `committed` is the offset of the requests to be read next after a crash: what was decided of those below is needed no more.
         """
-        self._told = OrderedDict((key, told) for key, told in self._told.items() if told.source_offset >= committed)
+        if not self._next:
+            return []
+        self._told = OrderedDict(
+            (key, told) for key, told in self._told.items() if self._may_come_again(told, committed)
+        )
         self._lapse()
         rows = [self._row(name, saved_ms) for name in sorted(self._unsaved)]
         self._unsaved.clear()
-        start = min([self._next, *(told.offset for told in self._told.values())])
-        self._mark = LedgerSaved("", self._tier, self._next, saved_ms, start)
-        return [*rows, self._mark] if self._next else []
+        needed = [told.offset for told in self._told.values()] + [stray.offset for stray in self._strays.values()]
+        self._mark = LedgerSaved("", self._tier, self._next, saved_ms, min([self._next, *needed]))
+        return [*rows, self._mark]
+
+    def _may_come_again(self, told: _Told, committed: int) -> bool:
+        """The record itself, if it is uncommitted and in this partition, or what was told of it."""
+        here = self._partition in (None, told.source.partition)
+        return (here and told.source.offset >= committed) or told.offset >= self._next - RECALLED_RECORDS
 
     def unsaved(self, rows: list[LedgerSaved]) -> None:
         """These rows were not written: the next `save` brings their tenants again."""
@@ -277,6 +322,12 @@ class Accounts:
                 hold = tenant.open.pop(request_id).hold
                 tenant.counters.update(ledger.settle(tenant.counters, hold, hold.cost.tokens))
                 self._unsaved.add(name)
+
+
+def _pop_pending(tenant: _Tenant, event: Verdict) -> Taken | None:
+    """What was let in here because of the same record."""
+    taken = tenant.pending.get(event.request_id)
+    return tenant.pending.pop(event.request_id) if taken is not None and taken.admitted.source == event.source else None
 
 
 def cost(event: InferenceAdmitted) -> Cost:

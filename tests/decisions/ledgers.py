@@ -1,19 +1,26 @@
-"""Tenants' ledgers for tests: driven as the shell drives them, in one process (`Tenant`) and through crashes (`Site`)."""
+"""Tenants' ledgers for tests: counters driven directly (`Tenant`), what an outsider counts (`Truth`), and the events that tell it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
 
-from decisions import reservations as rows_of
-from decisions.ledger import STEP_BACK_MS, Charges, Cost, Counter, Hold, Window, settle, span
-from decisions.quota import Exceeded, Quota, Rates, gauges, limits_for, rates, reserve
-from decisions.reservations import Reservation, Standing
-from schemas.events import InferenceAdmitted, InferenceFailed, InferenceRejected, Position, Reply, Usage
-from schemas.topics import HOUR_MS, INTERACTIVE, MINUTE_MS, TOKENS
+from decisions.ledger import STEP_BACK_MS, Charges, Cost, Counter, Hold, Unit, Window, settle, span
+from decisions.quota import Exceeded, gauges, limits_for, rates, reserve
+from schemas.events import (
+    InferenceAdmitted,
+    InferenceFailed,
+    InferenceRejected,
+    Position,
+    Quota,
+    Rates,
+    Reply,
+    Usage,
+)
+from schemas.topics import HOUR_MS, INTERACTIVE, MINUTE_MS, TOKENS, requests_topic
 from tests.decisions.worlds import NOW
 
 TIMEOUT_MS = 30_000
@@ -80,7 +87,7 @@ class Tenant:
         return refusal
 
     def end(self, index: int, used: int) -> None:
-        self.counters |= settle(self.counters, self.holds[index], used)[1]
+        self.counters |= settle(self.counters, self.holds[index], used)
 
     def idle(self) -> Tenant:
         """The same tenant once all that runs has ended, having used all it held."""
@@ -103,16 +110,15 @@ class Asked:
     request_id: str
     tokens: int
     key: str
+    tenant: str = "acme"
 
 
 @dataclass
 class Truth:
-    """One admission: what it reserved by which record, and what it used, once it ended. Places are in the changelog."""
+    """One admission: the record that asked, and what it used, once it ended."""
 
     asked: Asked
-    place: int = 0
     used: int | None = None
-    settled_place: int = -1
 
     @property
     def charged(self) -> int:
@@ -147,141 +153,54 @@ def _within(limit: int | None, used: int) -> None:
     assert limit is None or used <= limit
 
 
-# --- through crashes -------------------------------------------------------------------------------------------------
+def in_use(truths: Iterable[Truth], window: Window | None, unit: Unit, now_ms: int, later_ms: int = 0) -> int:
+    """What these use of a window that ends now, if each was charged so much later than it asked; None: what runs."""
+    found = 0
+    for truth in truths:
+        stands = truth.used is None
+        counts = window is not None and span(window, truth.asked.at_ms + later_ms)[1] > now_ms
+        if unit is Unit.RUNNING:
+            found += stands
+        elif unit is Unit.REQUESTS:
+            found += counts
+        elif stands or counts:
+            found += truth.charged
+    return found
 
 
-def admitted(request_id: str, offset: int, tokens: int, at_ms: int, key: str = "k1") -> InferenceAdmitted:
-    source, reply = Position("requests.interactive", 0, offset), Reply(TOKENS, 0)
-    deadline_ms = at_ms + TIMEOUT_MS
-    return InferenceAdmitted(
-        request_id, "acme", key, "m", "v1", INTERACTIVE, reply, "work", 0, 0, tokens, tokens, at_ms, deadline_ms, source
+# --- events ----------------------------------------------------------------------------------------------------------
+
+
+def admitted(asked: Asked, offset: int = 0, scopes: tuple[str, ...] = ("",), **changes: Any) -> InferenceAdmitted:
+    event = InferenceAdmitted(
+        request_id=asked.request_id,
+        tenant=asked.tenant,
+        key_id=asked.key,
+        model="m",
+        version="v1",
+        tier=INTERACTIVE,
+        reply=Reply(TOKENS, 0),
+        work_topic="work",
+        work_partition=0,
+        prompt_tokens=0,
+        max_tokens=asked.tokens,
+        reserved_tokens=asked.tokens,
+        requested_ms=asked.at_ms,
+        deadline_ms=asked.at_ms + TIMEOUT_MS,
+        source=Position(requests_topic(INTERACTIVE), 0, offset),
+        scopes=scopes,
     )
+    return replace(event, **changes)
 
 
-def rejected(request_id: str, refusal: Exceeded | None = None) -> InferenceRejected:
-    message, retry_after_ms = (refusal.message, refusal.retry_after_ms) if refusal is not None else ("", None)
-    return InferenceRejected(
-        request_id, "acme", "m", INTERACTIVE, "rate_limited", message, retry_after_ms=retry_after_ms
+def rejected(asked: Asked, offset: int = 0, **changes: Any) -> InferenceRejected:
+    source = Position(requests_topic(INTERACTIVE), 0, offset)
+    event = InferenceRejected(
+        asked.request_id, asked.tenant, "m", INTERACTIVE, "rate_limited", "", requested_ms=asked.at_ms, source=source
     )
+    return replace(event, **changes)
 
 
-def ending(request_id: str, used: int | None) -> InferenceFailed:
+def ending(request_id: str, used: int | None, tenant: str = "acme", tier: str = INTERACTIVE) -> InferenceFailed:
     usage = Usage(used - used // 2, used // 2) if used is not None else None
-    return InferenceFailed(request_id, "acme", "m", "v1", INTERACTIVE, "cancelled", "", usage=usage)
-
-
-@dataclass
-class Site:
-    """One partition's admission with its two inputs and its changelog, all in memory. It can lose everything that isn't in the log.
-
-    `durable` is how much of the changelog the broker is known to have; of the rest, any part may survive a crash. Work is sent, and offsets
-    committed, only for what is durable.
-    """
-
-    quotas: tuple[Quota, ...]
-    requests: list[Asked] = field(default_factory=list)
-    endings: list[InferenceFailed] = field(default_factory=list)
-    changelog: list[tuple[str, Any]] = field(default_factory=list)
-    durable: int = 0
-    heads: tuple[int, int] = (0, 0)
-    committed: tuple[int, int] = (0, 0)
-    rows: dict[str, Reservation] = field(default_factory=dict)
-    counters: dict[str, Counter] = field(default_factory=dict)
-    truths: list[Truth] = field(default_factory=list)
-    newest_ms: int = NOW
-
-    # --- the inputs ---
-
-    def ask(self, request_id: str, tokens: int, key: str, gap_ms: int) -> None:
-        """Append a request; time goes on, or back a little."""
-        last_ms = self.requests[-1].at_ms if self.requests else NOW
-        at_ms = max(last_ms + gap_ms, self.newest_ms - STEP_BACK_MS + 1)
-        self.newest_ms = max(self.newest_ms, at_ms)
-        self.requests.append(Asked(at_ms, request_id, tokens, key))
-
-    def sent(self) -> list[str]:
-        """Requests that a worker may have: they stand, and their row was confirmed before their work was sent."""
-        kept = {key.removeprefix("row ") for key, _ in self.changelog[: self.durable]}
-        return [request_id for request_id, row in self.rows.items() if row.stands and request_id in kept]
-
-    # --- the process ---
-
-    def take_request(self) -> Standing | None:
-        offset, other = self.heads
-        if offset == len(self.requests):
-            return None
-        self.heads = offset + 1, other
-        asked = self.requests[offset]
-        found = rows_of.standing(self.rows.get(asked.request_id), offset)
-        if found is Standing.NEW:
-            self._decide(asked, offset)
-        return found
-
-    def _decide(self, asked: Asked, offset: int) -> None:
-        limits = limits_for(self.quotas, asked.key, "m")
-        found = reserve(self.counters, limits, Cost(asked.tokens), asked.at_ms)
-        if isinstance(found, Exceeded):
-            refused = rows_of.rejected(rejected(asked.request_id, found), offset, asked.at_ms + TIMEOUT_MS)
-            return self._write(asked.request_id, refused, {})
-        self.truths.append(Truth(asked, len(self.changelog)))
-        event = admitted(asked.request_id, offset, asked.tokens, asked.at_ms, asked.key)
-        return self._write(asked.request_id, rows_of.admitted(event, found.hold), found.changed)
-
-    def take_ending(self) -> bool:
-        other, offset = self.heads
-        if offset == len(self.endings):
-            return False
-        self.heads = other, offset + 1
-        event = self.endings[offset]
-        row, changed = rows_of.ended(self.rows.get(event.request_id), event, self.newest_ms, self.counters)
-        if changed:
-            truth = next(one for one in reversed(self.truths) if one.asked.request_id == event.request_id)
-            assert event.usage is not None
-            truth.used = min(event.usage.prompt_tokens + event.usage.completion_tokens, truth.asked.tokens)
-            truth.settled_place = len(self.changelog)
-        if row is not None:
-            self._write(event.request_id, row, changed)
-        return True
-
-    def sweep(self) -> None:
-        read = [asked.at_ms for asked in self.requests[: self.heads[0]]]
-        for request_id, row in list(self.rows.items()):
-            if read and rows_of.droppable(row, read[-1], self.committed[0], self.saved()):
-                del self.rows[request_id]
-                self.changelog.append((f"row {request_id}", None))
-
-    def saved(self) -> dict[str, int]:
-        """By scope, how far the counters are that the broker is known to have."""
-        kept = [(key, value) for key, value in self.changelog[: self.durable] if key.startswith("counter ")]
-        return {key.removeprefix("counter "): counter.seq for key, counter in kept}
-
-    def save(self) -> None:
-        """Write the counters; otherwise only the rows are written."""
-        self.changelog += [(f"counter {scope}", counter) for scope, counter in self.counters.items()]
-
-    def flush(self, *, commit: bool) -> None:
-        self.durable = len(self.changelog)
-        if commit:
-            self.committed = self.heads
-
-    def crash(self, survives: float) -> None:
-        """Lose the process and what the broker didn't get; start again from the changelog and the committed offsets."""
-        end = self.durable + int(survives * (len(self.changelog) - self.durable + 0.99))
-        del self.changelog[end:]
-        tables = {key: value for key, value in self.changelog if value is not None}
-        for key, value in self.changelog:
-            tables.pop(key, None) if value is None else tables.__setitem__(key, value)
-        self.rows = {key.removeprefix("row "): row for key, row in tables.items() if key.startswith("row ")}
-        self.counters = {key.removeprefix("counter "): one for key, one in tables.items() if key.startswith("counter ")}
-        self.heads = self.committed
-        self.truths = [truth for truth in self.truths if truth.place < end]
-        for truth in self.truths:
-            if truth.settled_place >= end:
-                truth.used, truth.settled_place = None, -1
-        self.counters |= rows_of.repair(self.counters, self.rows.values())
-        self.durable = end
-
-    def _write(self, request_id: str, row: Reservation, changed: dict[str, Counter]) -> None:
-        self.rows[request_id] = row
-        self.changelog.append((f"row {request_id}", row))
-        self.counters |= changed
+    return InferenceFailed(request_id, tenant, "m", "v1", tier, "cancelled", "", usage=usage)

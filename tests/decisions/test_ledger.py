@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import pytest
@@ -11,19 +10,18 @@ from decisions.ledger import (
     NEW,
     SLOTS_MAX,
     STEP_BACK_MS,
+    Charges,
     Cost,
     Counter,
     Hold,
-    Settlement,
     Unit,
     Window,
+    amount,
     hold,
-    repair,
     settle,
     span,
     withdraw,
 )
-from schemas.avro_form import reader, writer
 from schemas.topics import DAY_MS, HOUR_MS
 from tests.decisions.ledgers import settled_all
 from tests.decisions.worlds import NOW
@@ -52,7 +50,7 @@ def requests(counter: Counter, at: int) -> int:
 
 
 def settled(counter: Counter, made: Hold, used: int) -> Counter:
-    return settle({"": counter}, made, used)[1][""]
+    return settle({"": counter}, made, used)[""]
 
 
 # --- given, when, then -----------------------------------------------------------------------------------------------
@@ -134,8 +132,7 @@ def test_no_more_is_charged_than_was_reserved() -> None:
 
 def test_a_withdrawn_request_has_used_up_nothing() -> None:
     counter, (made,) = holding((0, 100))
-    _, changed = withdraw({"": counter}, made)
-    counter = changed[""]
+    counter = withdraw({"": counter}, made)[""]
     assert tokens(counter, 0) == requests(counter, 0) == counter.running == 0
     assert (counter.requests_total, counter.tokens_total) == (0, 0)
 
@@ -150,9 +147,19 @@ def test_scopes_are_charged_together_and_apart_from_others() -> None:
     two, changed = hold(counters, ("", "key b"), Cost(7), NOW)
     counters |= changed
     assert {scope: counter.held for scope, counter in counters.items()} == {"": 12, "key a": 5, "key b": 7}
-    _, changed = settle(counters, one, 2)
-    assert set(changed) == {"", "key a"}
-    assert two.seqs == {"": 2, "key b": 1}
+    assert (one.scopes, two.scopes) == (("", "key a"), ("", "key b"))
+    changed = settle(counters, one, 2)
+    assert {scope: (counter.held, counter.tokens_total) for scope, counter in changed.items()} == {
+        "": (7, 2),
+        "key a": (0, 2),
+    }
+    assert set(withdraw(counters, two)) == {"", "key b"}
+
+
+def test_nothing_is_settled_where_nothing_is_held() -> None:
+    _, made = holding((0, 100))
+    with pytest.raises(KeyError):
+        settle({}, made[0], 1)
 
 
 # --- time ------------------------------------------------------------------------------------------------------------
@@ -207,35 +214,22 @@ def test_what_is_in_use_falls_when_it_is_said_to_and_not_before(
             assert falls_ms == now_ms or counter.used(window, unit, falls_ms - 1) > most
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 2_000), st.integers(0, 9), st.sampled_from(["", "key a", "key b"]))), st.data()
-)
-def test_repair_puts_back_whatever_the_counters_lack(steps: list[tuple[int, int, str]], data: st.DataObject) -> None:
-    counters: dict[str, Counter] = {}
-    history: list[Mapping[str, Counter]] = [{}]
-    rows: list[tuple[Hold, Settlement | None]] = []
-    at = NOW
-    for gap, size, scope in steps:
-        at += gap
-        standing = [index for index, (_, done) in enumerate(rows) if done is None]
-        if standing and gap % 2:
-            index = standing[size % len(standing)]
-            made = rows[index][0]
-            done, changed = withdraw(counters, made) if size == 0 else settle(counters, made, size)
-            rows[index] = made, done
-        else:
-            made, changed = hold(counters, {"", scope}, Cost(size), at)
-            rows.append((made, None))
-        counters = {**counters, **changed}
-        history.append(counters)
-    kept = {
-        scope: history[data.draw(st.integers(0, len(history) - 1))].get(scope, NEW) for scope in ("", "key a", "key b")
-    }
-    repaired = {**kept, **repair(kept, data.draw(st.permutations(rows)))}
-    assert {scope: counter for scope, counter in repaired.items() if counter != NEW} == counters
-    assert repair(counters, rows) == {}
-
-
-def test_a_row_travels_as_avro_would_have_it() -> None:
-    counter, _ = holding((0, 1), (5_000, 2))
-    assert reader(Counter)(writer(Counter)(counter)) == counter
+@given(CHARGES, st.data())
+def test_in_whatever_order_they_end_a_counter_is_the_sum_of_its_slots(
+    charges: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    at, moments = 0, []
+    for gap, size, _ in charges:
+        at = max(0, at + gap)
+        moments.append((at, size))
+    counter, made = holding(*moments) if moments else (NEW, [])
+    ends = data.draw(st.permutations(list(zip(made, charges, strict=True))))
+    for one, (_, _, used) in ends:
+        counter = withdraw({"": counter}, one)[""] if used == 0 else settled(counter, one, used)
+        for window in Window:
+            assert counter.charges(window) == Charges.of(counter.charges(window).slots)
+            assert all(min(slot.requests, slot.spent, slot.held) >= 0 for slot in counter.charges(window).slots)
+    kept = [min(size, used) for _, size, used in charges if used]
+    assert (counter.running, counter.held) == (0, 0)
+    assert (counter.requests_total, counter.tokens_total) == (len(kept), sum(kept))
+    assert all(amount(slot, Unit.TOKENS) == slot.spent for slot in counter.month.slots)

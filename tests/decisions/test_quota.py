@@ -14,8 +14,6 @@ from decisions.quota import (
     KINDS,
     LIMIT_MAX,
     QUOTAS_MAX,
-    Quota,
-    Rate,
     check_quotas,
     duration,
     gauges,
@@ -24,6 +22,7 @@ from decisions.quota import (
     limits_for,
 )
 from schemas.errors import HeadraceError
+from schemas.parts import Quota, Rate
 from schemas.reasons import Reason
 from schemas.topics import BATCH, DAY_MS, INTERACTIVE, MINUTE_MS, SHADOW
 from tests.decisions.ledgers import FORWARD, GAPS, ONE_LIMIT, Asked, Tenant, Truth, check_limits, quota

@@ -1,0 +1,405 @@
+"""A partition's ledgers, record by record; in any interleaving of owners they are in `test_ledger_owners.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from decisions import accounts as rules
+from decisions.accounts import LAPSE_MS, RECALLED_RECORDS, TOLD_MAX, Accounts, Standing
+from decisions.ledger import Cost, Unit, Window
+from decisions.quota import Exceeded, limits_for, reserve
+from schemas.events import InferenceAdmitted, LedgerSaved, Position
+from schemas.topics import BATCH, INTERACTIVE
+from tests.decisions.ledger_site import follow
+from tests.decisions.ledgers import TIMEOUT_MS, Asked, admitted, ending, rejected
+from tests.decisions.worlds import NOW
+
+R = Asked(NOW, "r", 80, "k1")
+Q = Asked(NOW, "q", 5, "k1")
+
+
+def told(*events: Any, first: int = 0, at_ms: int = NOW) -> Accounts:
+    """Ledgers that have folded these records, and no others."""
+    accounts = Accounts(INTERACTIVE)
+    tell(accounts, *events, first=first, at_ms=at_ms)
+    return accounts
+
+
+def tell(accounts: Accounts, *events: Any, first: int | None = None, at_ms: int = NOW) -> None:
+    for offset, event in enumerate(events, accounts.next_offset if first is None else first):
+        accounts.apply(offset, at_ms, event)
+
+
+def let_in(accounts: Accounts, asked: Asked = R, offset: int = 0) -> InferenceAdmitted:
+    """A decision taken here."""
+    found = reserve(accounts.counters(asked.tenant), limits_for([], asked.key, "m"), Cost(asked.tokens), asked.at_ms)
+    assert not isinstance(found, Exceeded)
+    event = admitted(asked, offset, found.hold.scopes)
+    accounts.take(found, event)
+    return event
+
+
+def in_all(accounts: Accounts, tenant: str = "acme", scope: str = "") -> tuple[int, int, int, int]:
+    """Requests that run, tokens held, requests in the last minute, tokens used or held in it."""
+    counter = accounts.counters(tenant).get(scope)
+    if counter is None:
+        return 0, 0, 0, 0
+    requests, tokens = (counter.used(Window.MINUTE, unit, NOW) for unit in (Unit.REQUESTS, Unit.TOKENS))
+    return counter.running, counter.held, requests, tokens
+
+
+def restored(rows: Iterable[LedgerSaved]) -> Accounts:
+    accounts = Accounts(INTERACTIVE)
+    for row in rows:
+        accounts.restore(row)
+    return accounts
+
+
+NOTHING = 0, 0, 0, 0
+RUNS = 1, 80, 1, 80
+
+# --- what the log tells ----------------------------------------------------------------------------------------------
+
+
+def test_what_is_told_to_be_let_in_is_reserved_in_its_scopes() -> None:
+    accounts = told(admitted(R, scopes=("", "key k1")))
+    assert in_all(accounts) == in_all(accounts, scope="key k1") == RUNS
+    assert in_all(accounts, tenant="other") == NOTHING
+    assert set(accounts.tenants()) == {"acme"}
+
+
+def test_an_ending_settles_to_what_was_used_once() -> None:
+    accounts = told(admitted(R), ending("r", 50))
+    assert in_all(accounts) == (0, 0, 1, 50)
+    tell(accounts, ending("r", 50), ending("r", 70))
+    assert in_all(accounts) == (0, 0, 1, 50)
+    assert accounts.counters("acme")[""].tokens_total == 50
+
+
+def test_what_never_started_is_charged_no_tokens() -> None:
+    assert in_all(told(admitted(R), ending("r", None))) == (0, 0, 1, 0)
+
+
+def test_an_admission_told_again_is_charged_once_whether_it_runs_or_has_ended() -> None:
+    accounts = told(admitted(R), admitted(R))
+    assert in_all(accounts) == RUNS
+    tell(accounts, ending("r", 50), admitted(R), ending("r", 50))
+    assert in_all(accounts) == (0, 0, 1, 50)
+
+
+def test_an_admission_told_again_is_charged_once_after_its_record_is_committed() -> None:
+    accounts = told(admitted(R), ending("r", 50))
+    accounts.save(1, NOW)
+    tell(accounts, admitted(R))
+    assert in_all(accounts) == (0, 0, 1, 50)
+
+
+def test_an_ending_told_before_its_admission_settles_it() -> None:
+    accounts = told(ending("r", 50))
+    assert in_all(accounts) == NOTHING
+    tell(accounts, admitted(R))
+    assert in_all(accounts) == (0, 0, 1, 50)
+    tell(accounts, admitted(R), ending("r", 50))
+    assert in_all(accounts) == (0, 0, 1, 50)
+
+
+def test_an_id_has_one_stream_so_while_it_is_open_another_record_of_it_reserves_nothing() -> None:
+    accounts = told(admitted(R, 0), admitted(R, 1))
+    assert in_all(accounts) == RUNS
+    tell(accounts, ending("r", 50))
+    assert in_all(accounts) == (0, 0, 1, 50)
+
+
+def test_a_rejection_after_an_admission_gives_all_of_it_back() -> None:
+    accounts = told(admitted(R), rejected(R))
+    assert in_all(accounts) == NOTHING
+    assert accounts.standing("acme", "r", 0) == (Standing.REDELIVERED, rejected(R))
+    tell(accounts, admitted(R))
+    assert in_all(accounts) == NOTHING, "the record that asked is refused"
+
+
+def test_a_rejection_of_another_record_with_its_id_gives_nothing_back() -> None:
+    """Else whoever writes a bad record with the id of what runs would have it for nothing."""
+    for other in (rejected(R, 1), rejected(R, 0, source=None), rejected(R, 0, source=Position("requests.batch", 0, 0))):
+        accounts = told(admitted(R, 0), other)
+        assert in_all(accounts) == RUNS
+        assert accounts.standing("acme", "r", 0) == (Standing.REDELIVERED, admitted(R, 0))
+
+
+def test_a_rejection_after_the_ending_changes_nothing() -> None:
+    accounts = told(admitted(R), ending("r", 50), rejected(R))
+    assert in_all(accounts) == (0, 0, 1, 50)
+    assert accounts.standing("acme", "r", 1) == (Standing.REPEATED, admitted(R)), "its stream is there to be read"
+
+
+def test_what_was_refused_and_is_asked_again_is_counted() -> None:
+    accounts = told(rejected(R, 0), admitted(R, 1))
+    assert in_all(accounts) == RUNS
+    assert accounts.standing("acme", "r", 1) == (Standing.REDELIVERED, admitted(R, 1))
+    tell(accounts, rejected(R, 0), admitted(R, 0))
+    assert in_all(accounts) == RUNS, "late words of the first"
+
+
+def test_a_refusal_of_another_partition_stands_in_no_ones_way() -> None:
+    """What can't be read is refused wherever it is; its tenant's own partition has other offsets."""
+    elsewhere = rejected(R, source=Position("requests.interactive", 5, 1_000_000))
+    accounts = told(elsewhere, admitted(R, 0))
+    assert in_all(accounts) == RUNS
+    tell(accounts, rejected(Q, source=Position("requests.interactive", 5, 1_000_000)))
+    assert accounts.standing("acme", "q", 1) == (Standing.NEW, None)
+
+
+def test_a_refusal_of_another_partition_doesnt_hold_back_where_reading_starts() -> None:
+    elsewhere = rejected(Q, source=Position("requests.interactive", 5, 1_000_000))
+    accounts = told(elsewhere, admitted(R, 0))
+    tell(accounts, None, first=RECALLED_RECORDS + 7)
+    assert accounts.save(1, NOW)[-1].start == RECALLED_RECORDS + 8
+
+
+def test_of_other_tiers_only_endings_count() -> None:
+    """A request may be cancelled through another tier's topic; its id is the same."""
+    accounts = told(admitted(R, tier=BATCH), rejected(R, tier=BATCH), ending("r", 5, tier=BATCH))
+    assert in_all(accounts) == NOTHING
+    assert accounts.standing("acme", "r", 0) == (Standing.NEW, None)
+    tell(accounts, admitted(R), rejected(R, tier=BATCH))
+    assert in_all(accounts) == RUNS
+    tell(accounts, ending("r", 5, tier=BATCH))
+    assert in_all(accounts) == (0, 0, 1, 5)
+
+
+def test_records_of_other_kinds_only_move_on() -> None:
+    accounts = told(None, "what nobody can decode", first=7)
+    assert accounts.next_offset == 9
+    assert accounts.tenants() == {}
+
+
+# --- what was decided here -------------------------------------------------------------------------------------------
+
+
+def test_a_decision_counts_at_once_and_no_more_when_it_is_told() -> None:
+    accounts = Accounts(INTERACTIVE)
+    event = let_in(accounts)
+    assert in_all(accounts) == RUNS
+    tell(accounts, event)
+    assert in_all(accounts) == RUNS
+    tell(accounts, ending("r", 50))
+    assert in_all(accounts) == (0, 0, 1, 50)
+
+
+def test_a_decision_stands_until_it_is_told_though_its_ending_was_told_before() -> None:
+    accounts = Accounts(INTERACTIVE)
+    event = let_in(accounts)
+    tell(accounts, ending("r", 50))
+    assert in_all(accounts) == RUNS
+    tell(accounts, event)
+    assert in_all(accounts) == (0, 0, 1, 50)
+
+
+def test_what_is_withdrawn_before_it_is_told_has_used_up_nothing_and_counts_once_it_is() -> None:
+    accounts = Accounts(INTERACTIVE)
+    event = let_in(accounts)
+    accounts.withdraw(event)
+    accounts.withdraw(event)
+    assert in_all(accounts) == NOTHING
+    tell(accounts, event)
+    assert in_all(accounts) == RUNS
+    accounts.withdraw(event)
+    assert in_all(accounts) == RUNS
+    tell(accounts, rejected(R))
+    assert in_all(accounts) == NOTHING
+
+
+def test_the_same_decision_of_a_former_owner_is_charged_once() -> None:
+    accounts = Accounts(INTERACTIVE)
+    event = let_in(accounts)
+    tell(accounts, admitted(R), event, ending("r", 50))
+    assert in_all(accounts) == (0, 0, 1, 50)
+
+
+def test_what_a_former_owner_told_while_it_was_decided_here_is_charged_once() -> None:
+    accounts = told(admitted(R))
+    tell(accounts, let_in(accounts))
+    assert in_all(accounts) == RUNS
+    accounts = told(ending("r", 50), admitted(R))
+    tell(accounts, let_in(accounts))
+    assert in_all(accounts) == (0, 0, 1, 50)
+
+
+def test_what_a_former_owner_refused_holds_nothing_here_either() -> None:
+    accounts = Accounts(INTERACTIVE)
+    event = let_in(accounts)
+    tell(accounts, rejected(R))
+    assert in_all(accounts) == NOTHING
+    tell(accounts, event)
+    assert in_all(accounts) == NOTHING
+
+
+def test_late_words_of_an_earlier_record_leave_a_decision_as_it_is() -> None:
+    accounts = told(rejected(R, 0))
+    event = let_in(accounts, offset=1)
+    tell(accounts, rejected(R, 0), admitted(R, 0))
+    assert in_all(accounts) == RUNS
+    tell(accounts, event, ending("r", 50))
+    assert in_all(accounts) == (0, 0, 1, 50)
+
+
+# --- what a record that asks is --------------------------------------------------------------------------------------
+
+
+def test_a_record_that_comes_again_is_told_from_another_with_its_id() -> None:
+    accounts = Accounts(INTERACTIVE)
+    assert accounts.standing("acme", "r", 7) == (Standing.NEW, None)
+    event = let_in(accounts, offset=7)
+    for _ in ("decided", "told"):
+        assert accounts.standing("acme", "r", 7) == (Standing.REDELIVERED, event)
+        assert accounts.standing("acme", "r", 8) == (Standing.REPEATED, event)
+        assert accounts.standing("other", "r", 7) == (Standing.NEW, None)
+        tell(accounts, event)
+
+
+def test_a_refusal_is_known_and_what_was_refused_before_it_too() -> None:
+    accounts = told(rejected(R, 7))
+    assert accounts.standing("acme", "r", 7) == (Standing.REDELIVERED, rejected(R, 7))
+    assert accounts.standing("acme", "r", 8) == (Standing.REPEATED, rejected(R, 7))
+    assert accounts.standing("acme", "r", 6) == (Standing.REDELIVERED, rejected(R, 7))
+
+
+def test_what_is_let_in_at_a_second_try_isnt_decided_a_third_time() -> None:
+    accounts = told(rejected(R, 7))
+    event = let_in(accounts, offset=8)
+    assert accounts.standing("acme", "r", 9) == (Standing.REPEATED, event)
+    assert accounts.standing("acme", "r", 7) == (Standing.REPEATED, event)
+    tell(accounts, event)
+    assert accounts.standing("acme", "r", 9) == accounts.standing("acme", "r", 7) == (Standing.REPEATED, event)
+
+
+def test_a_request_whose_ending_was_faster_is_not_decided() -> None:
+    accounts = told(ending("r", 0))
+    assert accounts.standing("acme", "r", 7) == (Standing.ENDED, None)
+    tell(accounts, None, first=RECALLED_RECORDS - 1)
+    assert accounts.standing("acme", "r", 7) == (Standing.ENDED, None)
+    tell(accounts, None)
+    assert accounts.standing("acme", "r", 7) == (Standing.NEW, None)
+
+
+def test_what_is_open_in_a_row_alone_is_repeated() -> None:
+    accounts = told(admitted(R))
+    tell(accounts, None, first=RECALLED_RECORDS + 1)
+    back = restored(accounts.save(1, NOW))
+    assert back.standing("acme", "r", 0) == back.standing("acme", "r", 3) == (Standing.REPEATED, None)
+
+
+def test_verdicts_have_a_limit() -> None:
+    with mock.patch.object(rules, "TOLD_MAX", 2):
+        accounts = told(*(rejected(replace(R, request_id=f"r{number}"), number) for number in range(3)))
+    found = [accounts.standing("acme", f"r{number}", number)[0] for number in range(3)]
+    assert found == [Standing.NEW, Standing.REDELIVERED, Standing.REDELIVERED]
+    assert TOLD_MAX > RECALLED_RECORDS
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_saved_before_anything_is_told_and_the_mark_comes_last() -> None:
+    accounts = Accounts(INTERACTIVE)
+    event = let_in(accounts)
+    assert accounts.save(0, NOW) == []
+    tell(accounts, admitted(replace(Q, tenant="beta"), 1), event)
+    assert [row.tenant for row in accounts.save(0, NOW)] == ["acme", "beta", ""]
+    assert [row.tenant for row in accounts.save(0, NOW)] == [""]
+    tell(accounts, ending("r", 50))
+    assert [row.tenant for row in accounts.save(0, NOW)] == ["acme", ""]
+
+
+def test_rows_that_werent_written_are_written_next_time() -> None:
+    accounts = told(admitted(R))
+    rows = accounts.save(0, NOW)
+    accounts.unsaved(rows)
+    assert [row.tenant for row in accounts.save(0, NOW)] == ["acme", ""]
+
+
+def test_a_row_holds_what_is_told_and_not_what_was_only_decided() -> None:
+    accounts = told(admitted(R, 0))
+    let_in(accounts, Q, 1)
+    rows = accounts.save(0, NOW)
+    back = restored(rows)
+    assert in_all(back) == RUNS
+    tell(back, ending("r", 50), first=1)
+    assert in_all(back) == (0, 0, 1, 50)
+    assert in_all(accounts) == (2, 85, 2, 85), "saving changes nothing"
+
+
+def test_of_several_rows_in_any_order_the_newest_holds() -> None:
+    accounts = told(admitted(R, 0))
+    old = accounts.save(0, NOW)
+    tell(accounts, ending("r", 50), admitted(Q, 1))
+    new = accounts.save(0, NOW)
+    for rows in ([*old, *new], [*new, *old], [new[0], old[1], new[1], old[0]]):
+        back = restored(rows)
+        follow(back, [(NOW, event) for event in (admitted(R, 0), ending("r", 50), admitted(Q, 1))], 3, back.start)
+        assert in_all(back) == (1, 5, 2, 55)
+
+
+def test_a_row_without_its_mark_holds_and_the_rest_is_read() -> None:
+    log = [admitted(R, 0), admitted(replace(R, tenant="beta"), 1), ending("r", 50), ending("r", 60, "beta")]
+    accounts = told(*log[:2])
+    mark = accounts.save(0, NOW)[-1]
+    tell(accounts, *log[2:])
+    row = accounts.save(0, NOW)[0]
+    assert row.tenant == "acme"
+    back = restored([mark, row])
+    follow(back, [(NOW, event) for event in log], 9, back.start)
+    assert in_all(back) == (0, 0, 1, 50)
+
+
+def test_a_tenant_without_a_row_had_nothing_below_the_mark() -> None:
+    mark = LedgerSaved("", INTERACTIVE, 5, NOW, 3)
+    back = restored([mark])
+    assert back.start == 3
+    tell(back, admitted(R, 0), None, admitted(Q, 1), first=3)
+    assert in_all(back) == (1, 5, 1, 5)
+    assert back.standing("acme", "r", 0) == (Standing.REDELIVERED, admitted(R, 0))
+
+
+def test_rows_of_other_tiers_are_passed_over() -> None:
+    accounts = told(admitted(R))
+    tell(accounts, None, first=3 * RECALLED_RECORDS)
+    back = restored(replace(row, tier=BATCH) for row in accounts.save(1, NOW))
+    assert (back.start, back.tenants()) == (0, {})
+
+
+def test_reading_starts_where_what_isnt_committed_was_told() -> None:
+    accounts = told(admitted(R, 5), None, rejected(Q, 6))
+    tell(accounts, None, first=2 * RECALLED_RECORDS)
+    assert accounts.save(5, NOW)[-1].start == 0
+    assert accounts.save(6, NOW)[-1].start == 2
+    assert accounts.save(7, NOW)[-1].start == 2 * RECALLED_RECORDS + 1
+    assert accounts.standing("acme", "q", 6) == (Standing.NEW, None)
+    assert restored(accounts.save(7, NOW)).start == 2 * RECALLED_RECORDS + 1
+
+
+def test_reading_starts_where_an_ending_was_told_whose_request_may_come() -> None:
+    accounts = told(None, ending("r", 0), None)
+    mark = accounts.save(9, NOW)[-1]
+    assert (mark.start, mark.through) == (1, 3)
+    back = restored([mark])
+    follow(back, [(NOW, None), (NOW, ending("r", 0)), (NOW, None)], 3, back.start)
+    assert back.standing("acme", "r", 0) == (Standing.ENDED, None)
+
+
+def test_a_reservation_whose_ending_is_lost_is_charged_in_full() -> None:
+    accounts = told(admitted(R, time_limit_ms=1_000))
+    late_ms = R.at_ms + TIMEOUT_MS + 1_000 + LAPSE_MS
+    tell(accounts, None, at_ms=late_ms - 1)
+    accounts.save(1, NOW)
+    assert in_all(accounts)[:2] == (1, 80)
+    tell(accounts, None, at_ms=late_ms)
+    rows = accounts.save(1, NOW)
+    for one in (accounts, restored(rows)):
+        counter = one.counters("acme")[""]
+        assert (counter.running, counter.held, counter.tokens_total) == (0, 0, 80)
+    tell(accounts, ending("r", 50))
+    assert accounts.counters("acme")[""].tokens_total == 80
