@@ -20,8 +20,22 @@ from decisions.admission import (
     reply_refusal,
     tokenised,
 )
-from schemas.events import ApiKey, Decision, InferenceCancelled, Position, Reply, Sampling
+from decisions.quota import EACH, ENDING_WAIT_MS
+from schemas.events import (
+    ApiKey,
+    Decision,
+    InferenceCancelled,
+    Position,
+    Quota,
+    Rate,
+    Rates,
+    Reply,
+    Sampling,
+    TenantChanged,
+)
 from schemas.reasons import Reason
+from schemas.topics import DEFAULTS
+from tests.decisions.ledgers import quota
 from tests.decisions.worlds import ID, NOW, WORK, FakeGrant, FakeWorld, case, worker
 
 PROMPT = (104, 105)
@@ -49,7 +63,18 @@ def test_a_good_request_is_admitted_with_every_check_on_record() -> None:
     found, refusal = decide(case(), FakeWorld())
     assert refusal is None
     names = [decision.check for decision in found.decisions]
-    assert names == ["reply", "grant", "validation", "route", "tokenise", "vocabulary", "context", "deadline", "place"]
+    assert names == [
+        "reply",
+        "grant",
+        "validation",
+        "route",
+        "tokenise",
+        "vocabulary",
+        "context",
+        "deadline",
+        "quota",
+        "place",
+    ]
     scheduled, admission = admitted(found)
     assert scheduled.prompt_token_ids == PROMPT
     assert scheduled.sampling.max_tokens == 98
@@ -217,6 +242,131 @@ def test_a_prompt_without_tokens_is_refused() -> None:
 def test_the_deadline_counts_from_the_records_time() -> None:
     assert decide(case(timeout_ms=1), FakeWorld())[0].deadline_ms == NOW + 1
     assert decide(case(), FakeWorld())[0].deadline_ms == NOW + 5_000
+
+
+# --- the quota -------------------------------------------------------------------------------------------------------
+
+PARTITION = 2
+"""Of the requests, as `worlds.case` has it."""
+ASKED = Sampling(max_tokens=10)
+COST = len(PROMPT) + 10
+
+
+def limited(*quotas: Quota, default: tuple[Quota, ...] = (), **state: Any) -> FakeWorld:
+    """A world in which the tenant, and tenants without quotas of their own, have these limits."""
+    world = FakeWorld(**state)
+    world.tenants["acme"] = replace(world.tenants["acme"], quotas=quotas)
+    world.tenants[DEFAULTS] = TenantChanged(DEFAULTS, "", (), 0, quotas=default)
+    return world
+
+
+def taking(world: FakeWorld, given_case: Case) -> Case:
+    """Let a request in, and count it as the shell does."""
+    found, refusal = decide(given_case, world)
+    assert refusal is None
+    assert found.reserved is not None
+    world.used.setdefault((PARTITION, "acme"), {}).update(found.reserved.changed)
+    return found
+
+
+def test_without_limits_a_request_is_counted_all_the_same() -> None:
+    found = taking(FakeWorld(), case(sampling=ASKED))
+    assert not found.limited
+    scheduled, admission = admitted(found)
+    assert scheduled.rates is None
+    assert (admission.scopes, admission.reserved_tokens) == (("",), COST)
+    assert found.reserved is not None
+    assert found.reserved.changed[""].held == COST
+    assert found.decisions[-2] == Decision("quota", "passed", f"{COST} tokens reserved, no limits")
+
+
+def test_what_has_room_is_let_in_and_told_what_is_left_after_it() -> None:
+    world = limited(quota(tokens_per_minute=30, requests_per_minute=5), quota(EACH, "m", concurrent_requests=3))
+    found = taking(world, case(sampling=ASKED))
+    assert found.limited
+    assert found.decisions[-2] == Decision("quota", "passed", f"{COST} tokens reserved, 3 limits")
+    scheduled, admission = admitted(found)
+    assert scheduled.rates == Rates(Rate(5, 4, 60_000), Rate(30, 30 - COST, 60_000))
+    assert admission.scopes == ("", "key k1 model m")
+    assert admission.reserved_tokens == COST
+
+
+def test_what_has_no_room_is_refused_with_when_and_what_is_left() -> None:
+    world = limited(quota(tokens_per_minute=30, requests_per_minute=5))
+    taking(world, case(sampling=ASKED))
+    lasting = FakeGrant(expires_ms=NOW + 60_000)
+    taking(world, replace(case(sampling=ASKED, grant=lasting), requested_ms=NOW + 1))
+    before = dict(world.used[PARTITION, "acme"])
+    late = replace(case(sampling=ASKED, grant=lasting), requested_ms=NOW + 10_000)
+    found, refusal = decide(late, world, prompt=PROMPT)
+    assert refusal is not None
+    assert refusal.reason is Reason.RATE_LIMITED
+    assert refusal.retry_after_ms == 50_001, "both are in one second, and expire with its last"
+    assert refusal.rates == Rates(Rate(5, 3, 50_001), Rate(30, 30 - 2 * COST, 50_001))
+    event = rejected(found, refusal)
+    assert (event.reason, event.retry_after_ms, event.rates) == ("rate_limited", 50_001, refusal.rates)
+    assert event.decisions[-1] == Decision("quota", "refused", "rate_limited")
+    assert world.used[PARTITION, "acme"] == before
+    assert found.reserved is None
+
+
+def test_what_never_has_room_is_told_no_time() -> None:
+    refusal = refused(case(sampling=ASKED), limited(quota(tokens_per_day=COST - 1)))
+    assert (refusal.reason, refusal.retry_after_ms) == (Reason.RATE_LIMITED, None)
+    assert refusal.rates is not None and refusal.rates.tokens is not None
+    assert refusal.rates.tokens.remaining == COST - 1
+
+
+def test_a_tenant_without_quotas_keeps_the_default_ones_and_its_own_instead() -> None:
+    tight = (quota(tokens_per_minute=COST - 1),)
+    assert refused(case(sampling=ASKED), limited(default=tight)).reason is Reason.RATE_LIMITED
+    assert not taking(limited(quota(tier="batch", concurrent_requests=1)), case(sampling=ASKED)).limited
+    assert refused(case(sampling=ASKED), limited(quota(tier="batch"), default=tight)).reason is Reason.RATE_LIMITED
+    assert taking(limited(quota(tokens_per_minute=COST), default=tight), case(sampling=ASKED)).limited
+    assert not taking(limited(quota(), default=tight), case(sampling=ASKED)).limited
+
+
+def test_quotas_of_another_tier_key_or_model_dont_limit() -> None:
+    others = quota(tier="batch", tokens_per_day=1), quota("k2", tokens_per_day=1), quota(model="n", tokens_per_day=1)
+    assert admitted(taking(limited(*others), case(sampling=ASKED)))[1].scopes == ("",)
+
+
+def test_a_quota_counts_what_its_own_partition_and_tenant_have_used() -> None:
+    world = limited(quota(concurrent_requests=1))
+    taken = taking(world, case(sampling=ASKED))
+    assert taken.reserved is not None
+    world.used = {(PARTITION + 1, "acme"): taken.reserved.changed, (PARTITION, "other"): taken.reserved.changed}
+    taking(world, case(sampling=ASKED))
+    refusal = refused(case(sampling=ASKED), world)
+    assert (refusal.retry_after_ms, refusal.rates) == (ENDING_WAIT_MS, Rates())
+
+
+def test_every_choice_needs_room() -> None:
+    world = limited(quota(tokens_per_minute=2 + 3 * 10))
+    assert refused(case(sampling=Sampling(n=4, max_tokens=10)), world).reason is Reason.RATE_LIMITED
+    found = taking(world, case(sampling=Sampling(n=3, max_tokens=10)))
+    assert found.reserved is not None
+    assert found.reserved.hold.cost.tokens == admitted(found)[1].reserved_tokens == 2 + 3 * 10
+
+
+def test_max_tokens_left_out_reserves_all_that_is_left_of_the_context() -> None:
+    assert refused(case(), limited(quota(tokens_per_minute=99))).reason is Reason.RATE_LIMITED
+    assert admitted(taking(limited(quota(tokens_per_minute=100)), case()))[1].reserved_tokens == 100
+
+
+def test_what_a_later_check_refuses_reserves_nothing() -> None:
+    world = limited(quota(concurrent_requests=1), topics={"tokens": 8})
+    for _ in range(2):
+        found, refusal = decide(case(sampling=ASKED), world)
+        assert refusal is not None
+        assert (refusal.reason, found.decisions[-1].check) == (Reason.UNAVAILABLE, "place")
+        assert found.decisions[-2].outcome == "passed"
+        assert world.used == {}
+
+
+def test_what_an_earlier_check_refuses_isnt_measured_by_limits() -> None:
+    refusal = refused(case(sampling=Sampling(max_tokens=1_000)), limited(quota(tokens_per_minute=1)))
+    assert refusal.reason is Reason.CONTEXT_LENGTH_EXCEEDED
 
 
 # --- what a verdict becomes ------------------------------------------------------------------------------------------

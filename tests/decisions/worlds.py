@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from decisions.admission import Case
+from decisions.ledger import Counter, Counters
 from schemas.events import (
     ApiKey,
     InferenceRequested,
@@ -71,6 +72,8 @@ class FakeWorld:
     topics: dict[str, int] = field(default_factory=lambda: {TOKENS: 8, "tokens.acme": 1, WORK: 4})
     seen: list[Seen] = field(default_factory=list)
     ends: dict[tuple[str, int], int] = field(default_factory=dict)
+    used: dict[tuple[int, str], dict[str, Counter]] = field(default_factory=dict)
+    """By partition and tenant, the counters."""
 
     def tenant(self, name: str) -> TenantChanged | None:
         return self.tenants.get(name)
@@ -83,6 +86,9 @@ class FakeWorld:
 
     def partitions(self, topic: str) -> int | None:
         return self.topics.get(topic)
+
+    def counters(self, partition: int, tenant: str) -> Counters:
+        return self.used.get((partition, tenant), {})
 
 
 def case(*, grant: FakeGrant | None = None, sampling: Sampling | None = None, **changes: Any) -> Case:
