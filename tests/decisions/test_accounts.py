@@ -339,8 +339,18 @@ def test_of_several_rows_in_any_order_the_newest_holds() -> None:
     new = accounts.save(0, NOW)
     for rows in ([*old, *new], [*new, *old], [new[0], old[1], new[1], old[0]]):
         back = restored(rows)
+        assert in_all(back) == (1, 5, 2, 55)
         follow(back, [(NOW, event) for event in (admitted(R, 0), ending("r", 50), admitted(Q, 1))], 3, back.start)
         assert in_all(back) == (1, 5, 2, 55)
+
+
+def test_what_a_row_holds_isnt_counted_again_when_it_is_read_again() -> None:
+    """An id that was asked again: what was told of it before the row is in the row."""
+    log = [rejected(R, 0), ending("r", 0), admitted(Q, 1), admitted(Q, 1)]
+    row = told(admitted(R, 2), admitted(Q, 1)).save(0, NOW)[0]
+    back = restored([replace(row, through=len(log)), LedgerSaved("", INTERACTIVE, len(log), NOW, 0)])
+    follow(back, [(NOW, event) for event in [*log[:3], rejected(Q, 1)]], len(log), back.start)
+    assert in_all(back) == (2, 85, 2, 85)
 
 
 def test_a_row_without_its_mark_holds_and_the_rest_is_read() -> None:
