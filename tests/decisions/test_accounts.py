@@ -104,6 +104,8 @@ def test_an_ending_told_before_its_admission_settles_it() -> None:
     assert in_all(accounts) == (0, 0, 1, 50)
     tell(accounts, admitted(R), ending("r", 50))
     assert in_all(accounts) == (0, 0, 1, 50)
+    tell(accounts, admitted(R, 1))
+    assert in_all(accounts) == (1, 80, 2, 130), "an ending settles one admission"
 
 
 def test_an_id_has_one_stream_so_while_it_is_open_another_record_of_it_reserves_nothing() -> None:
@@ -141,6 +143,8 @@ def test_what_was_refused_and_is_asked_again_is_counted() -> None:
     assert accounts.standing("acme", "r", 1) == (Standing.REDELIVERED, admitted(R, 1))
     tell(accounts, rejected(R, 0), admitted(R, 0))
     assert in_all(accounts) == RUNS, "late words of the first"
+    tell(accounts, ending("r", 50), admitted(R, 0))
+    assert in_all(accounts) == (0, 0, 1, 50)
 
 
 def test_a_refusal_of_another_partition_stands_in_no_ones_way() -> None:

@@ -124,10 +124,12 @@ class AnyInterleaving(RuleBasedStateMachine):
     @precondition(lambda self: self.site.late)
     @rule(data=st.data())
     def tell_too_late(self, data: st.DataObject) -> None:
-        """What a former owner sent, after what this one decided of the same record was told."""
+        """What a former owner sent, after this one has told what it decided of the same record, or has let it in."""
         event = data.draw(st.sampled_from(self.site.late))
         self.site.late.remove(event)
-        if subject(event) in map(subject, self.site.newest(InferenceAdmitted, InferenceRejected)):
+        let_in = [one.event for one in self.site.flying if isinstance(one.event, InferenceAdmitted)]
+        known = [*self.site.newest(InferenceAdmitted, InferenceRejected), *let_in]
+        if subject(event) in map(subject, known):
             self.site.append(event)
 
     # --- rows and owners ---
