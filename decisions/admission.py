@@ -409,10 +409,12 @@ def admitted(case: Case) -> tuple[InferenceScheduled, InferenceAdmitted]:
     )
 
 
-def as_decided(case: Case, verdict: InferenceAdmitted, version: ModelVersionRegistered) -> Case:
+def as_decided(case: Case, verdict: InferenceAdmitted, version: ModelVersionRegistered, world: World) -> Case:
     """A tokenised case with what was decided of it before."""
+    tenant = world.tenant(case.grant.tenant)
     return replace(
         case,
+        cache_salt=tenant.cache_salt if tenant is not None else "",
         version=version,
         max_tokens=verdict.max_tokens,
         deadline_ms=verdict.deadline_ms,

@@ -44,6 +44,7 @@ class _Held:
     """A partition's ledgers. `ours` while Faust gives it; `ready` once it was read to `target`. `stale` are the keys of older rows, by tenant."""
 
     accounts: Accounts
+    restored: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     target: int | None = None
     ours: bool = True
@@ -136,7 +137,7 @@ class Ledgers:
                 await asyncio.sleep(RETRY_S)
 
     async def _assign(self) -> None:
-        fresh = {number: held for number, held in self._held.items() if held.accounts.next_offset == 0}
+        fresh = {number: held for number, held in self._held.items() if not held.restored}
         if fresh:
             await self._restore(fresh)
         if self._consumer is None:
@@ -166,6 +167,8 @@ class Ledgers:
                 if isinstance(row, LedgerSaved) and record.key is not None:
                     held.accounts.restore(row)
                     held.stale.setdefault(row.tenant, set()).add(record.key.decode(errors="replace"))
+        for held in fresh.values():
+            held.restored = True
 
     async def _poll(self) -> None:
         assert self._consumer is not None

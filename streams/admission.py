@@ -140,6 +140,8 @@ class Admission:
             match standing:
                 case Standing.NEW:
                     await self._answer(case, accounts, trace)
+                case Standing.REPEATED if isinstance(verdict, InferenceRejected):  # its caller tries once more
+                    await self._answer(case, accounts, trace)
                 case Standing.REDELIVERED if verdict is not None:
                     await self._repeat(case, verdict, trace)
                 case Standing.REPEATED if isinstance(verdict, InferenceAdmitted) and verdict.reply != grant.reply:
@@ -168,7 +170,7 @@ class Admission:
         except HeadraceError as error:
             refusal = Refusal(error.reason, error.message, error.param)
             return await self._reject(rules.rejected(case, refusal), case.grant, trace)
-        scheduled, _ = rules.admitted(rules.as_decided(case, verdict, version))
+        scheduled, _ = rules.admitted(rules.as_decided(case, verdict, version, self._world))
         work = Outgoing(verdict.work_topic, scheduled, scheduled.request_id, verdict.work_partition)
         with contextlib.suppress(NoSuchPartition, RecordTooLarge):  # it was not taken the first time either, and its caller was told
             await deliver(self._producer, [work], trace)

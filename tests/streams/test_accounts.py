@@ -1,0 +1,196 @@
+"""Limits in a running admission: kept over kills, restarts and rebalances, by what `lifecycle` tells and what the rows have saved."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from infra.log import EventDecoder
+from infra.read import read_to_end
+from infra.settings import KafkaSettings
+from schemas.events import (
+    ApiKey,
+    InferenceAdmitted,
+    InferenceFailed,
+    InferenceRejected,
+    InferenceScheduled,
+    LedgerSaved,
+    Quota,
+    Reply,
+    Sampling,
+    TenantChanged,
+)
+from schemas.topics import LIFECYCLE, TENANTS, TOKENS, ledger_topic
+from tests.streams.lives import complete
+from tests.streams.site import WAIT_S, Agent, Site, new_id, now_ms
+
+SAVED_WAIT_S = 20.0
+ROOM_S_MAX = 20.0
+PROMPT, ANSWER = "hello", 20
+COST = len(PROMPT) + ANSWER
+
+
+@pytest.fixture
+async def admission(kafka: KafkaSettings, tmp_path: Path) -> AsyncIterator[Agent]:
+    """An admission that a test may kill."""
+    agent = Agent("admission", kafka, tmp_path, HEADRACE_ADMISSION_SESSION_TIMEOUT_MS="6000")
+    await asyncio.to_thread(agent.start)
+    yield agent
+    await asyncio.to_thread(agent.stop)
+
+
+async def limit(site: Site, *quotas: Quota) -> None:
+    key = ApiKey("k1", "0" * 64, ("interactive",), now_ms())
+    await site.producer.send_and_wait(
+        TENANTS, TenantChanged(site.tenant, "salt", (key,), now_ms(), quotas=quotas), key=site.tenant
+    )
+
+
+async def asked(site: Site, rid: str | None = None) -> InferenceAdmitted | InferenceRejected:
+    """The verdict of one more request."""
+    request_id = await site.ask(PROMPT, rid, sampling=Sampling(max_tokens=ANSWER))
+    found: InferenceAdmitted | InferenceRejected = await site.one(
+        LIFECYCLE,
+        InferenceAdmitted | InferenceRejected,  # type: ignore[arg-type]
+        lambda event: event.request_id == request_id,
+    )
+    return found
+
+
+async def let_in(site: Site) -> InferenceAdmitted:
+    verdict = await asked(site)
+    assert isinstance(verdict, InferenceAdmitted), verdict
+    return verdict
+
+
+async def refused(site: Site) -> InferenceRejected:
+    verdict = await asked(site)
+    assert isinstance(verdict, InferenceRejected), verdict
+    assert verdict.reason == "rate_limited"
+    return verdict
+
+
+async def until_let_in(site: Site) -> None:
+    """What ended is heard of soon."""
+    async with asyncio.timeout(ROOM_S_MAX):
+        while not isinstance(await asked(site), InferenceAdmitted):
+            await asyncio.sleep(0.05)
+
+
+async def saved(site: Site) -> None:
+    """Returns once the tenant's ledger has a row."""
+    decoder = EventDecoder(site.kafka)
+    async with asyncio.timeout(SAVED_WAIT_S):
+        while True:
+            async for record in read_to_end(site.kafka, ledger_topic("interactive")):
+                row = await decoder.decode(record.value) if record.value else None
+                if isinstance(row, LedgerSaved) and row.tenant == site.tenant and row.open:
+                    return
+            await asyncio.sleep(0.3)
+
+
+async def test_a_refusal_says_when_to_come_again_and_what_is_left(site: Site, admission: Agent) -> None:
+    await limit(site, Quota("interactive", tokens_per_minute=2 * COST, requests_per_minute=10))
+    first = await let_in(site)
+    await let_in(site)
+    refusal = await refused(site)
+    assert first.scopes == ("",)
+    assert first.reserved_tokens == COST
+    assert refusal.retry_after_ms is not None
+    assert 0 < refusal.retry_after_ms <= 61_000
+    assert refusal.rates is not None and refusal.rates.tokens is not None and refusal.rates.requests is not None
+    assert (refusal.rates.tokens.limit, refusal.rates.tokens.remaining) == (2 * COST, 0)
+    assert (refusal.rates.requests.limit, refusal.rates.requests.remaining) == (10, 8)
+    work = await site.of(site.work, InferenceScheduled, first.request_id)
+    assert work.rates is not None and work.rates.tokens is not None
+    assert work.rates.tokens.remaining == COST
+
+
+async def test_an_ending_makes_room(site: Site, admission: Agent) -> None:
+    await limit(site, Quota("interactive", concurrent_requests=1))
+    first = await let_in(site)
+    await refused(site)
+    await complete(site, first.request_id)
+    await until_let_in(site)
+
+
+@pytest.mark.parametrize("with_row", [False, True])
+async def test_what_was_reserved_outlives_a_kill(site: Site, admission: Agent, with_row: bool) -> None:
+    await limit(site, Quota("interactive", concurrent_requests=2))
+    first, second = await let_in(site), await let_in(site)
+    if with_row:
+        await saved(site)
+    await asyncio.to_thread(admission.kill)
+    await complete(site, first.request_id)
+    await asyncio.to_thread(admission.start)
+    await until_let_in(site)
+    await refused(site)
+    await complete(site, second.request_id)
+    await until_let_in(site)
+
+
+async def test_a_second_admission_knows_what_the_first_let_in(site: Site, admission: Agent, tmp_path: Path) -> None:
+    await limit(site, Quota("interactive", concurrent_requests=3))
+    other = Agent("admission", site.kafka, tmp_path / "other", HEADRACE_ADMISSION_SESSION_TIMEOUT_MS="6000")
+    await let_in(site)
+    await asyncio.to_thread(other.start)
+    await let_in(site)
+    await asyncio.to_thread(admission.kill)
+    await let_in(site)
+    await refused(site)
+    await asyncio.to_thread(other.stop)
+    await asyncio.to_thread(admission.start)
+    await refused(site)
+
+
+async def test_many_at_once_pass_no_limit(site: Site, admission: Agent) -> None:
+    await limit(site, Quota("interactive", tokens_per_day=10 * COST + 3))
+    verdicts = await asyncio.gather(*(site.ask(PROMPT, sampling=Sampling(max_tokens=ANSWER)) for _ in range(50)))
+
+    def ours(event: InferenceAdmitted | InferenceRejected) -> bool:
+        return event.request_id in verdicts
+
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            let = await site.all(LIFECYCLE, InferenceAdmitted, ours)
+            out = await site.all(LIFECYCLE, InferenceRejected, ours)
+            if len(let) + len(out) == 50:
+                break
+    assert len(let) == 10
+    assert {event.reason for event in out} == {"rate_limited"}
+
+
+async def test_the_same_id_again_reserves_nothing(site: Site, admission: Agent) -> None:
+    """A producer that isn't sure whether its record was taken writes it again."""
+    await limit(site, Quota("interactive", requests_per_minute=2))
+    rid = new_id()
+    await site.ask(PROMPT, rid)
+    await site.of(LIFECYCLE, InferenceAdmitted, rid)
+    await site.ask(PROMPT, rid)
+    await let_in(site)
+    await refused(site)
+    assert len(await site.all(LIFECYCLE, InferenceAdmitted, lambda event: event.request_id == rid)) == 1
+
+
+async def test_an_id_that_another_stream_has_is_refused_there(site: Site, admission: Agent) -> None:
+    rid, elsewhere = new_id(), Reply(f"tokens.{site.tenant}", 0)
+    await site.ask(PROMPT, rid)
+    await site.of(LIFECYCLE, InferenceAdmitted, rid)
+    await site.ask(PROMPT, rid, send={"grant": site.grant(elsewhere)})
+    refusal = await site.of(elsewhere.topic, InferenceRejected, rid)
+    assert (refusal.reason, refusal.param) == ("conflict", "request_id")
+    assert not await site.all(TOKENS, InferenceRejected, lambda event: event.request_id == rid)
+
+
+async def test_what_was_cancelled_before_it_came_reserves_nothing(site: Site, admission: Agent) -> None:
+    await limit(site, Quota("interactive", concurrent_requests=1))
+    rid = new_id()
+    ended = InferenceFailed(rid, site.tenant, "", "", "interactive", "cancelled", "", source="cancel")
+    await site.producer.send_and_wait(LIFECYCLE, ended, key=site.tenant)
+    await asyncio.sleep(0.5)
+    await site.ask(PROMPT, rid)
+    await let_in(site)
+    assert not await site.all(LIFECYCLE, InferenceAdmitted, lambda event: event.request_id == rid)
