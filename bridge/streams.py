@@ -21,6 +21,8 @@ from schemas.reasons import Reason
 from schemas.topics import TOKENS
 
 POLL_MS = 1_000
+FETCH_WAIT_MS = 2_000
+"""How long the broker may hold a fetch while nothing comes; nothing else is asked on its connection."""
 RECORDS_A_TURN = 64
 """So many records are handed on before other tasks get their turn."""
 ID_CHARS = 36
@@ -106,7 +108,7 @@ class Dispatcher:
 
     async def start(self) -> asyncio.Task[None]:
         """Stand at the partition's end, then read on in a task, which is returned: it ends only by an error."""
-        self._consumer = make_consumer(self._settings, auto_offset_reset="latest")
+        self._consumer = make_consumer(self._settings, auto_offset_reset="latest", fetch_max_wait_ms=FETCH_WAIT_MS)
         await self._consumer.start()
         self._consumer.assign([self.partition])
         await self._consumer.seek_to_end(self.partition)

@@ -361,5 +361,7 @@ def broker_properties(log_dir: Path, port: int, controller_port: int) -> dict[st
         "log.index.size.max.bytes": str(1024 * 1024),
         # after a crash the controller waits until the former incarnation's session is over
         "broker.session.timeout.ms": "3000",
-        "broker.heartbeat.interval.ms": "500",
+        "broker.heartbeat.interval.ms": "1000",
+        # else the controller writes, and syncs, a record of nothing twice a second
+        "metadata.max.idle.interval.ms": "0",
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+import time
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
@@ -26,6 +27,9 @@ from schemas.topics import RECORD_MAX_BYTES
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024  # a partition's share of one fetch
 METADATA_AGE_MS = 30_000
+SILENT_AFTER_S = 2.0
+SILENT_WAIT_MS = 1_000
+"""What is asked next on the same connection waits behind a fetch: a rebalance, too."""
 SESSION_TIMEOUT_MS = 10_000
 HEARTBEAT_INTERVAL_MS = 2_000
 SIGN_IN_WAIT_MS = 5_000
@@ -159,3 +163,37 @@ async def partitions_of(consumer: AIOKafkaConsumer, topic: str) -> list[int]:
         if loop.time() > until_s:
             raise KafkaConnectionError(f"no broker says what partitions {topic} has")
     return sorted(found or ())
+
+
+class Batching:
+    """How a consumer fetches that many records come to, and nobody waits for one alone.
+
+    While records come, the broker gathers them: so many bytes, or so long at most. In silence it holds a fetch longer and answers at the first
+    record: an idle process then asks a few times less, and hears sooner.
+    """
+
+    def __init__(self, wait_ms: int, bytes_min: int) -> None:
+        """How long the broker may gather records, and how many bytes are enough."""
+        self._busy = wait_ms, bytes_min
+        self._heard_s = 0.0
+
+    @property
+    def arguments(self) -> dict[str, int]:
+        """For `make_consumer`."""
+        wait_ms, bytes_min = self._busy
+        return {"fetch_max_wait_ms": wait_ms, "fetch_min_bytes": bytes_min}
+
+    def heard(self, consumer: AIOKafkaConsumer, anything: bool) -> None:
+        """To be told after each reading whether it brought anything."""
+        now_s = time.monotonic()
+        if anything:
+            self._heard_s = now_s
+        silent = now_s - self._heard_s > SILENT_AFTER_S
+        fetch_within(consumer, *((SILENT_WAIT_MS, 1) if silent else self._busy))
+
+
+def fetch_within(consumer: AIOKafkaConsumer, wait_ms: int, bytes_min: int = 1) -> None:
+    """From its next fetch on, how long the broker may hold one that finds fewer bytes. What else is asked on that connection waits behind it."""
+    fetcher: Any = consumer._fetcher  # noqa: SLF001  # aiokafka takes these for good
+    if fetcher is not None:
+        fetcher._fetch_max_wait_ms, fetcher._fetch_min_bytes = wait_ms, bytes_min  # noqa: SLF001

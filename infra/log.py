@@ -19,7 +19,7 @@ from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 from aiokafka.structs import RecordMetadata
 
 from infra.kafka import make_producer, unreachable
-from infra.reach import LOOK_AGAIN_S, silence
+from infra.reach import silence
 from infra.read import Positions, read_to_end
 from infra.settings import KafkaSettings
 from schemas.codec import Codec, encode, encode_json, published
@@ -35,6 +35,8 @@ TOPIC_WAIT_S = 5.0
 FLUSH_WAIT_S = 10.0
 ABANDON_WAIT_S = 1.0
 REBUILD_TRIES_MAX = 8
+WATCH_S = 3.0
+"""How often it is asked whether the log can be reached."""
 REBUILD_BACKOFF_S = 0.1
 REBUILD_BACKOFF_MAX_S = 5.0
 SEND_WAIT_S = 15.0  # a send during a rebuild waits this long for its end
@@ -292,7 +294,7 @@ class EventProducer:
     async def _watch(self) -> None:
         """Know whether the log can be reached, also when nothing is sent; a replacement that was given up begins again."""
         while True:
-            await asyncio.sleep(LOOK_AGAIN_S)
+            await asyncio.sleep(WATCH_S)
             if (producer := self._producer) is not None:
                 self._silence = await silence(producer.client, self._settings)
             elif not self._ready.is_set():

@@ -11,7 +11,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord
 from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from infra import metrics
-from infra.kafka import make_consumer, unreachable
+from infra.kafka import fetch_within, make_consumer, unreachable
 from infra.log import EventDecoder
 from infra.read import READ_STALL_S, Positions, assign_all, reached
 from infra.settings import KafkaSettings
@@ -20,6 +20,8 @@ from schemas.events import Event
 from schemas.reasons import Reason
 
 POLL_MS = 500
+FOLLOW_WAIT_MS = 5_000
+"""The broker answers at the first record; where none comes, many views would else ask many times a second."""
 RECORDS_PER_POLL_MAX = 1_000
 RETRY_S = 1.0  # without end: `failure` says meanwhile that what is known may be old
 
@@ -94,7 +96,7 @@ class View:
         await self._changed.wait()
 
     async def _open(self) -> Positions:
-        self._consumer = make_consumer(self._settings)
+        self._consumer = make_consumer(self._settings, fetch_max_wait_ms=POLL_MS)
         await self._consumer.start()
         return await assign_all(self._consumer, self.topic, self._positions)
 
@@ -154,6 +156,8 @@ class View:
             try:
                 if self._consumer is None:
                     await self._open()
+                assert self._consumer is not None
+                fetch_within(self._consumer, FOLLOW_WAIT_MS)
                 await self._poll()
                 failures, self.failure = 0, None
             except Exception as error:  # the follower outlives what the broker and the network do

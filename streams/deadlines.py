@@ -19,7 +19,7 @@ from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
 from decisions.deadlines import Watch, Word
 from infra import metrics
-from infra.kafka import make_consumer
+from infra.kafka import Batching, make_consumer
 from infra.log import EventDecoder, EventProducer, NoSuchPartition
 from infra.reach import until_reached
 from infra.settings import LifecycleSettings
@@ -162,13 +162,13 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
 async def run(settings: LifecycleSettings, stop: asyncio.Event) -> None:
     """Keep deadlines until `stop` is set. Raises what makes it impossible to go on."""
     producer, decoder = EventProducer(settings.kafka, PROCESS), EventDecoder(settings.kafka)
+    batching = Batching(FETCH_WAIT_MS, FETCH_BYTES_MIN)
     consumer = make_consumer(
         settings.kafka,
         group=GROUP,
         session_timeout_ms=settings.session_timeout_ms,
         heartbeat_interval_ms=settings.session_timeout_ms // 5,
-        fetch_max_wait_ms=FETCH_WAIT_MS,
-        fetch_min_bytes=FETCH_BYTES_MIN,
+        **batching.arguments,
     )
     deadlines = Deadlines(consumer, producer, decoder)
     waiting = "connecting"
@@ -189,7 +189,7 @@ async def run(settings: LifecycleSettings, stop: asyncio.Event) -> None:
         consumer.subscribe([LIFECYCLE], listener=deadlines)
         cleanup.push_async_callback(consumer.stop)
         await consumer.start()
-        following: asyncio.Future[Any] = asyncio.ensure_future(_follow(settings, consumer, deadlines, stop))
+        following: asyncio.Future[Any] = asyncio.ensure_future(_follow(settings, consumer, batching, deadlines, stop))
         cleanup.push_async_callback(_cancel, following)
         log.info("deadlines are kept")
         done, _ = await asyncio.wait([following, deadlines.words.failed], return_when=asyncio.FIRST_COMPLETED)
@@ -201,11 +201,16 @@ async def run(settings: LifecycleSettings, stop: asyncio.Event) -> None:
 
 
 async def _follow(
-    settings: LifecycleSettings, consumer: AIOKafkaConsumer, deadlines: Deadlines, stop: asyncio.Event
+    settings: LifecycleSettings,
+    consumer: AIOKafkaConsumer,
+    batching: Batching,
+    deadlines: Deadlines,
+    stop: asyncio.Event,
 ) -> None:
     committed_s = time.monotonic()
     while not stop.is_set():
         batches = await consumer.getmany(timeout_ms=deadlines.wait_ms, max_records=RECORDS_MAX)
+        batching.heard(consumer, bool(batches))
         for partition, records in batches.items():
             await deadlines.take(partition, records)
         deadlines.speak()

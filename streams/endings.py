@@ -22,7 +22,7 @@ from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 from decisions.stream import Input
 from infra import metrics
 from infra.dead_letters import dead_letter
-from infra.kafka import make_consumer
+from infra.kafka import Batching, make_consumer
 from infra.log import EventDecoder, EventProducer, RecordTooLarge
 from infra.reach import until_reached
 from infra.settings import EndingsSettings
@@ -218,14 +218,14 @@ def _count(output: Event) -> None:
 async def run(settings: EndingsSettings, stop: asyncio.Event) -> None:
     """Run endings until `stop` is set. Raises what makes it impossible to go on."""
     producer, decoder = EventProducer(settings.kafka, PROCESS), EventDecoder(settings.kafka)
+    batching = Batching(FETCH_WAIT_MS, FETCH_BYTES_MIN)
     consumer = make_consumer(
         settings.kafka,
         group=GROUP,
         session_timeout_ms=settings.session_timeout_ms,
         heartbeat_interval_ms=settings.session_timeout_ms // 5,
         metadata_max_age_ms=METADATA_AGE_MS,
-        fetch_max_wait_ms=FETCH_WAIT_MS,
-        fetch_min_bytes=FETCH_BYTES_MIN,
+        **batching.arguments,
     )
     endings = Endings(settings, consumer, producer, decoder)
     waiting = "connecting"
@@ -246,7 +246,7 @@ async def run(settings: EndingsSettings, stop: asyncio.Event) -> None:
         consumer.subscribe(pattern=TOKENS_PATTERN, listener=endings)
         cleanup.push_async_callback(consumer.stop)
         await consumer.start()
-        reading: asyncio.Future[Any] = asyncio.ensure_future(_read(settings, consumer, endings, stop))
+        reading: asyncio.Future[Any] = asyncio.ensure_future(_read(settings, consumer, batching, endings, stop))
         committing: asyncio.Future[Any] = asyncio.ensure_future(endings.commit_regularly())
         cleanup.push_async_callback(_cancel, (reading, committing))
         log.info("endings runs")
@@ -258,10 +258,13 @@ async def run(settings: EndingsSettings, stop: asyncio.Event) -> None:
         await endings.commit(REVOKE_WAIT_S)
 
 
-async def _read(settings: EndingsSettings, consumer: AIOKafkaConsumer, endings: Endings, stop: asyncio.Event) -> None:
+async def _read(
+    settings: EndingsSettings, consumer: AIOKafkaConsumer, batching: Batching, endings: Endings, stop: asyncio.Event
+) -> None:
     """Ends by itself, between records, so that whatever was folded has its writes begun."""
     while not stop.is_set():
         batches = await consumer.getmany(timeout_ms=POLL_MS, max_records=settings.poll_records_max)
+        batching.heard(consumer, bool(batches))
         await endings.take(batches)
 
 

@@ -10,6 +10,7 @@ from enum import Enum
 WORKERS = ("worker-1", "worker-2", "worker-3", "worker-4")
 ADMISSIONS = ("admission-a", "admission-b")
 ENDINGS = ("endings-a", "endings-b")
+CLOCKS = ("lifecycle",)
 BRIDGES = ("bridge-a", "bridge-b")
 BROKER = "broker"
 WORKER = "worker"
@@ -62,6 +63,8 @@ _HURTS: tuple[tuple[Act, Sequence[str]], ...] = (
     (Act.FREEZE, ADMISSIONS),
     (Act.KILL, ENDINGS),
     (Act.FREEZE, ENDINGS),
+    (Act.KILL, CLOCKS),
+    (Act.FREEZE, CLOCKS),
 )
 
 

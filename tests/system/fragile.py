@@ -16,7 +16,7 @@ from infra.broker import EmbeddedKafka
 from infra.models_file import ModelEntry
 from infra.settings import grant_secret
 from infra.supervisor import RESTART_MAX_S
-from tests.system.chaos_plan import ADMISSIONS, BRIDGES, ENDINGS, WORKERS, Act, Step
+from tests.system.chaos_plan import ADMISSIONS, BRIDGES, CLOCKS, ENDINGS, WORKERS, Act, Step
 from tests.system.running import READY_WAIT_S, RunningStack
 
 CHAOS = "chaos"
@@ -32,12 +32,13 @@ RUNS_AGAIN_S = RESTART_MAX_S + 15.0
 OPS_WAIT_S = 2.0
 
 _SESSIONS = {
-    f"HEADRACE_{process}_SESSION_TIMEOUT_MS": str(SESSION_MS) for process in ("WORKER", "ADMISSION", "ENDINGS")
+    f"HEADRACE_{process}_SESSION_TIMEOUT_MS": str(SESSION_MS)
+    for process in ("WORKER", "ADMISSION", "ENDINGS", "LIFECYCLE")
 }
 
 
 class Fragile:
-    """`stack` with `broker`: two front doors, two admissions, two endings and one worker of the model `chaos`."""
+    """`stack` with `broker`: two front doors, two admissions, two endings, one clock and one worker of the model `chaos`."""
 
     def __init__(self, broker: EmbeddedKafka, data_dir: Path, slots: int = SLOTS) -> None:
         """Nothing runs but the broker, which is asked for nothing yet."""
@@ -59,6 +60,8 @@ class Fragile:
             self.stack.add(name, "streams", "admission", "--tier", "interactive", **_SESSIONS)
         for name in ENDINGS:
             self.stack.add(name, "streams", "endings", **_SESSIONS)
+        for name in CLOCKS:
+            self.stack.add(name, "streams", "lifecycle", **_SESSIONS)
         for name, port in self.doors.items():
             self.stack.add(name, "bridge", "--port", str(port), HEADRACE_BRIDGE_INSTANCE=name)
         self.start_worker(WORKERS[0])

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,11 +119,11 @@ class RunningStack:
             self.keys[name], kept = new_key(DEFAULT_TIERS, now_ms())
             await write_tenant(self.kafka, add_key(new_tenant(name, now_ms()), kept))
 
-    def add(self, name: str, *arguments: str, **env: str) -> None:
-        """Starts one more process: `headrace` with these arguments."""
+    def add(self, name: str, *arguments: str, program: Sequence[str] = ("cli.main",), **env: str) -> None:
+        """Starts one more process: `headrace` with these arguments, or another module that takes them."""
         port = ports.free_port()
         self.ops_ports[name] = port
-        argv = (sys.executable, "-m", "cli.main", *arguments)
+        argv = (sys.executable, "-m", *program, *arguments)
         spec = ChildSpec(name, argv, {**self.env, "HEADRACE_OPS_PORT": str(port), **env}, port)
         self._specs[name] = spec
         self.thread.run(self.supervisor.start(spec))

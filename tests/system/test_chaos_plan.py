@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from tests.system.chaos_plan import ADMISSIONS, BRIDGES, BROKER, ENDINGS, WORKERS, Act, plan
+from tests.system.chaos_plan import ADMISSIONS, BRIDGES, BROKER, CLOCKS, ENDINGS, WORKERS, Act, plan
 
 SHORT_S, LONG_S = 30.0, 600.0
-EVERY_KIND = (WORKERS, ADMISSIONS, ENDINGS, BRIDGES)
+EVERY_KIND = (WORKERS, ADMISSIONS, ENDINGS, CLOCKS, BRIDGES)
 
 
 @pytest.mark.parametrize("duration_s", [SHORT_S, LONG_S])

@@ -73,21 +73,31 @@ async def send(kafka: KafkaSettings, records: Iterable[Record], headers: list[tu
 
 async def send_junk(kafka: KafkaSettings, topics: list[str], headers: list[tuple[str, bytes]]) -> list[Sent]:
     """Every kind of junk on every partition of these topics, with a key that is no text, and without one where the topic takes that."""
-    consumer = make_consumer(kafka)
-    await consumer.start()
-    try:
-        numbers = {topic: await partitions_of(consumer, topic) for topic in topics}
-    finally:
-        await consumer.stop()
     records = [
         (topic, number, key, value)
-        for topic in topics
-        for number in numbers[topic]
+        for topic, number in await places_of(kafka, topics)
         for value in JUNK
         for key in (b"\xff\xfe", None)
         if key is not None or (value is not None and topic not in COMPACTED)
     ]
     return await send(kafka, records, headers)
+
+
+async def end_in_markers(kafka: KafkaSettings, topics: list[str], headers: list[tuple[str, bytes]]) -> None:
+    """One more bad record on every partition in a transaction that is committed, and in one that is not: the last thing is no record."""
+    places = await places_of(kafka, topics)
+    for commit in (True, False):
+        async with make_producer(kafka, transactional_id=f"somebody-{commit}") as producer:
+            await producer.begin_transaction()
+            sent = [await producer.send(topic, b"\xff\x00", b"k", number, headers=headers) for topic, number in places]
+            await asyncio.gather(*sent)
+            await (producer.commit_transaction() if commit else producer.abort_transaction())
+
+
+async def places_of(kafka: KafkaSettings, topics: list[str]) -> list[tuple[str, int]]:
+    """All partitions of these topics."""
+    async with make_consumer(kafka) as consumer:
+        return [(topic, number) for topic in topics for number in await partitions_of(consumer, topic)]
 
 
 def dead_letters(mark: Mark) -> dict[Sent, RecordDeadLettered]:
@@ -249,6 +259,7 @@ def test_everything_comes_up_again_over_junk(
     stack.kill_all()
     served(stack, grant)
     assert times_put_aside(mark)
+    stack.thread.run(end_in_markers(stack.kafka, topics, headers))
     stack.kill_all()
     served(stack, grant)
     assert max(times_put_aside(mark).values()) <= 2  # once, and once more if the crash came before the commit

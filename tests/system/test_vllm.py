@@ -18,9 +18,12 @@ import pytest
 import websockets
 
 from infra.directory import WorkerDirectory
+from tests.contracts.engine import CONTEXT, Bench, EngineContract
 from tests.system.audit import Audit
-from tests.system.fixtures_vllm import BOOT_S_MAX, CONTEXT, LLM
+from tests.system.engine_host import RemoteEngine
+from tests.system.fixtures_vllm import BOOT_S_MAX, LLM, demo_model, engine_socket
 from tests.system.running import ROOT, RunningStack
+from text.tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 FRANCE = "What is the capital of France?"
@@ -44,6 +47,16 @@ def story(stack: RunningStack, llm: str) -> str:
     """An undisturbed greedy answer."""
     text: str = ask(stack, STORY, max_tokens=48).choices[0].message.content
     return text
+
+
+@pytest.fixture(scope="module")
+def bench(stack: RunningStack, llm: str) -> Bench:
+    """The worker's own vLLM, to be asked for tokens beside what the worker asks of it."""
+    return Bench(RemoteEngine(engine_socket(stack)), load_tokenizer(str(demo_model())))
+
+
+class TestEngine(EngineContract):
+    """vLLM does what every engine does."""
 
 
 def test_france_is_answered_the_same_whole_and_streamed(stack: RunningStack, llm: str) -> None:
