@@ -300,7 +300,7 @@ def check_quota(case: Case, world: World) -> Case | Refusal:
     if isinstance(found, Exceeded):
         told = quota.rates(quota.gauges(counters, limits, now_ms), now_ms)
         return Refusal(Reason.RATE_LIMITED, found.message, None, found.retry_after_ms, told)
-    gauges = quota.gauges(counters | found.changed, limits, now_ms)
+    gauges = quota.gauges({**counters, **found.changed}, limits, now_ms)
     rates = quota.rates(gauges, now_ms) if gauges else None
     detail = f"{reserved_tokens(case)} tokens reserved, {len(gauges) or 'no'} limits"
     return case.noting("quota", PASSED, detail, reserved=found, limited=bool(gauges), rates=rates)
@@ -309,9 +309,7 @@ def check_quota(case: Case, world: World) -> Case | Refusal:
 def quotas_of(tenant: str, tier: str, world: World) -> tuple[Quota, ...]:
     """The tenant's own quotas of the tier, or the default ones if it has none there."""
     own, default = world.tenant(tenant), world.tenant(DEFAULTS)
-    return quota.in_force(
-        own.quotas if own is not None else (), default.quotas if default is not None else (), tier
-    )
+    return quota.in_force(own.quotas if own is not None else (), default.quotas if default is not None else (), tier)
 
 
 def reserved_tokens(case: Case) -> int:

@@ -178,7 +178,7 @@ class Batching:
         self._heard_s = 0.0
 
     @property
-    def arguments(self) -> dict[str, int]:
+    def arguments(self) -> dict[str, Any]:
         """For `make_consumer`."""
         wait_ms, bytes_min = self._busy
         return {"fetch_max_wait_ms": wait_ms, "fetch_min_bytes": bytes_min}

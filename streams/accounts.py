@@ -20,7 +20,7 @@ from aiokafka.errors import KafkaError
 
 from decisions.accounts import Accounts
 from infra import metrics
-from infra.kafka import make_consumer
+from infra.kafka import Batching, make_consumer
 from infra.log import EventDecoder, EventProducer
 from infra.read import read_to_end
 from infra.settings import KafkaSettings
@@ -52,31 +52,26 @@ class _Held:
 
 
 class Ledgers:
-    """The ledgers of one tier, in the partitions that this process has. `committed` tells how far its requests are committed."""
+    """The ledgers of one tier, in the partitions that this process has."""
 
-    def __init__(
-        self,
-        settings: KafkaSettings,
-        tier: str,
-        producer: EventProducer,
-        decoder: EventDecoder,
-        committed: Callable[[int], int],
-    ) -> None:
+    def __init__(self, settings: KafkaSettings, tier: str, producer: EventProducer, decoder: EventDecoder) -> None:
         self._settings = settings
         self._tier = tier
         self._topic = ledger_topic(tier)
         self._producer = producer
         self._decoder = decoder
-        self._committed = committed
+        self._committed: Callable[[int], int] = lambda _: 0
         self._writer = uuid.uuid4().hex
+        self._batching = Batching(FETCH_WAIT_MS, FETCH_BYTES_MIN)
         self._held: dict[int, _Held] = {}
         self._changed = False
         self._consumer: AIOKafkaConsumer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.failure: str | None = None
 
-    def start(self) -> None:
-        """Follow and save from now on."""
+    def start(self, committed: Callable[[int], int]) -> None:
+        """Follow and save from now on. `committed` tells how far a partition's requests are committed."""
+        self._committed = committed
         self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._save_regularly())]
 
     async def stop(self) -> None:
@@ -141,15 +136,16 @@ class Ledgers:
         if fresh:
             await self._restore(fresh)
         if self._consumer is None:
-            self._consumer = make_consumer(
-                self._settings, fetch_max_wait_ms=FETCH_WAIT_MS, fetch_min_bytes=FETCH_BYTES_MIN
-            )
+            self._consumer = make_consumer(self._settings, **self._batching.arguments)
             await self._consumer.start()
         places = {TopicPartition(LIFECYCLE, number): held for number, held in self._held.items()}
         self._consumer.assign(list(places))
         if not places:
             return
-        firsts, ends = await self._consumer.beginning_offsets(list(places)), await self._consumer.end_offsets(list(places))
+        firsts, ends = (
+            await self._consumer.beginning_offsets(list(places)),
+            await self._consumer.end_offsets(list(places)),
+        )
         for place, held in places.items():
             start = held.accounts.next_offset or held.accounts.start
             self._consumer.seek(place, min(max(start, firsts[place]), ends[place]))
@@ -176,6 +172,7 @@ class Ledgers:
             await asyncio.sleep(POLL_MS / 1000)
             return
         batches = await self._consumer.getmany(timeout_ms=POLL_MS, max_records=RECORDS_MAX)
+        self._batching.heard(self._consumer, bool(batches))
         for place, records in batches.items():
             await self._take(place.partition, records)
         if self._changed:
@@ -218,13 +215,15 @@ class Ledgers:
 
     async def _save(self, partition: int, held: _Held) -> None:
         """The mark is written once the rows are confirmed, and older rows go once newer ones are. What isn't written is written next time."""
-        *rows, mark = held.accounts.save(self._committed(partition), int(time.time() * 1000)) or [None]
-        if mark is None:
+        found = held.accounts.save(self._committed(partition), int(time.time() * 1000))
+        if not found:
             return
+        *rows, mark = found
         try:
             for group in (rows, [mark]):
                 sent = [
-                    await self._producer.send(self._topic, row, key=self._key(row), partition=partition) for row in group
+                    await self._producer.send(self._topic, row, key=self._key(row), partition=partition)
+                    for row in group
                 ]
                 await asyncio.gather(*sent)
             await self._forget_older(partition, held, [*rows, mark])

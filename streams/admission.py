@@ -172,7 +172,9 @@ class Admission:
             return await self._reject(rules.rejected(case, refusal), case.grant, trace)
         scheduled, _ = rules.admitted(rules.as_decided(case, verdict, version, self._world))
         work = Outgoing(verdict.work_topic, scheduled, scheduled.request_id, verdict.work_partition)
-        with contextlib.suppress(NoSuchPartition, RecordTooLarge):  # it was not taken the first time either, and its caller was told
+        with contextlib.suppress(
+            NoSuchPartition, RecordTooLarge
+        ):  # it was not taken the first time either, and its caller was told
             await deliver(self._producer, [work], trace)
         return None
 
@@ -234,7 +236,7 @@ class Admission:
                 (work,) = await deliver(self._producer, [work_of], trace)
             else:
                 work, _ = await deliver(self._producer, [work_of, told], trace)
-        except HeadraceError as error:
+        except BaseException as error:
             accounts.withdraw(admitted)
             self._world.withdrawn(topic, partition)
             if isinstance(error, RecordTooLarge):
@@ -249,7 +251,7 @@ class Admission:
         """A refusal for the caller alone: the request of that id goes on."""
         await deliver(self._producer, [reply_to(grant.reply, rejected, rejected.request_id)], trace)
 
-    async def _reject(self, rejected: InferenceRejected, grant: Grant, trace: Headers) -> None:
+    async def _reject(self, rejected: InferenceRejected, grant: rules.Grant, trace: Headers) -> None:
         # A name that a caller made up is no label: their number has no limit.
         model = rejected.model if self._world.stable(rejected.model) is not None else ""
         metrics.REQUESTS.labels(model, "", rejected.tier, rejected.reason).inc()
@@ -343,7 +345,7 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
     topic = requests_topic(settings.tier)
     producer, decoder = EventProducer(settings.kafka, PROCESS), EventDecoder(settings.kafka)
     world, tokenizers = LiveWorld(settings.kafka), Tokenizers(settings.tokenise_threads)
-    ledgers = Ledgers(settings.kafka, settings.tier, producer, decoder, lambda partition: shell.committed(partition))
+    ledgers = Ledgers(settings.kafka, settings.tier, producer, decoder)
     world.ledgers = ledgers
     admission = Admission(settings, producer, decoder, world, tokenizers, ledgers)
     shell = FaustShell(settings, topic, f"admission.{settings.tier}", admission.handle, OPEN_MAX, ledgers)
@@ -371,7 +373,7 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
         warm = [asyncio.ensure_future(_warm(tokenizers, version)) for version in world.models.all()]
         await asyncio.gather(*warm)
         await world.counts.learn(topic)
-        ledgers.start()
+        ledgers.start(shell.committed)
         cleanup.push_async_callback(ledgers.stop)
         cleanup.push_async_callback(shell.stop)
         await shell.start()

@@ -76,7 +76,7 @@ async def refused(site: Site) -> InferenceRejected:
 async def until_let_in(site: Site) -> None:
     """What ended is heard of soon."""
     async with asyncio.timeout(ROOM_S_MAX):
-        while not isinstance(await asked(site), InferenceAdmitted):
+        while not isinstance(await asked(site), InferenceAdmitted):  # noqa: ASYNC110  # it is asked each time
             await asyncio.sleep(0.05)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from aiokafka.structs import RecordMetadata, TopicPartition
 
+from decisions.accounts import Accounts
 from infra.grants import Grant, mint
 from infra.log import EventDecoder, NotDelivered
 from infra.settings import AdmissionSettings
@@ -36,6 +37,13 @@ class World(FakeWorld):
         raise LookupError(model)
 
 
+class Books:
+    """Ledgers in which nothing was ever written."""
+
+    async def of(self, _partition: int) -> Accounts:
+        return Accounts("interactive")
+
+
 class Producer:
     """Takes every event, or none."""
 
@@ -61,7 +69,8 @@ def admission_with(producer: Producer) -> Admission:
     world.topics[REQUESTS] = 1
     world.counts = world
     unused: Any = None
-    return Admission(settings, producer, EventDecoder(settings.kafka), world, unused)  # type: ignore[arg-type]
+    ledgers: Any = Books()
+    return Admission(settings, producer, EventDecoder(settings.kafka), world, unused, ledgers)  # type: ignore[arg-type]
 
 
 def record(event: Any) -> Record:

@@ -40,7 +40,10 @@ def tenant(stack: RunningStack, name: str, *quotas: Quota) -> str:
 
 
 def body(model: str, *, max_tokens: int = 20, stream: bool = False, **directions: Any) -> dict[str, Any]:
-    messages = [{"role": "user", "content": script(**({"tokens": ["ab"], "repeat": 8} | directions))}]
+    given = {"tokens": ["ab"], "repeat": 8} | {
+        name.replace("failure", "raise"): each for name, each in directions.items()
+    }
+    messages = [{"role": "user", "content": script(**given)}]
     return {"model": model, "messages": messages, "max_tokens": max_tokens, "stream": stream}
 
 
@@ -236,7 +239,9 @@ def test_calls_at_one_instant_share_what_there_is(stack: RunningStack) -> None:
 def leave_in_the_middle(stack: RunningStack, key: str) -> None:
     asked = body(MODEL, stream=True, token_ms=50, repeat=400, max_tokens=900)
     headers = {"authorization": f"Bearer {key}"}
-    with httpx.stream("POST", f"{stack.base_url}/v1/chat/completions", json=asked, headers=headers, trust_env=False) as answer:
+    with httpx.stream(
+        "POST", f"{stack.base_url}/v1/chat/completions", json=asked, headers=headers, trust_env=False
+    ) as answer:
         assert answer.status_code == 200
         next(answer.iter_lines())
 
@@ -247,7 +252,7 @@ def ask_nonsense(stack: RunningStack, key: str) -> None:
 
 
 def fail(stack: RunningStack, key: str) -> None:
-    assert post(stack, key, body(MODEL, **{"raise": "error"})).status_code in (200, 500)
+    assert post(stack, key, body(MODEL, failure="error")).status_code in (200, 500)
 
 
 def lose_the_front_door(stack: RunningStack, key: str) -> None:
