@@ -143,7 +143,7 @@ def test_what_was_refused_and_is_asked_again_is_counted() -> None:
     assert accounts.standing("acme", "r", 1) == (Standing.REDELIVERED, admitted(R, 1))
     tell(accounts, rejected(R, 0), admitted(R, 0))
     assert in_all(accounts) == RUNS, "late words of the first"
-    tell(accounts, ending("r", 50), admitted(R, 0))
+    accounts = told(rejected(R, 0), admitted(R, 1), ending("r", 50), admitted(R, 0))
     assert in_all(accounts) == (0, 0, 1, 50)
 
 
