@@ -288,8 +288,9 @@ class Accounts:
         rows = [self._row(name, saved_ms) for name in sorted(self._unsaved)]
         self._unsaved.clear()
         needed = [told.offset for told in self._told.values()] + [stray.offset for stray in self._strays.values()]
-        self._mark = LedgerSaved("", self._tier, self._next, saved_ms, min([self._next, *needed]))
-        return [*rows, self._mark]
+        before, self._mark = self._mark, LedgerSaved("", self._tier, self._next, saved_ms, min([self._next, *needed]))
+        news = rows or (before.through, before.start) != (self._mark.through, self._mark.start)
+        return [*rows, self._mark] if news else []
 
     def _may_come_again(self, told: _Told, committed: int) -> bool:
         """The record itself, if it is uncommitted and in this partition, or what was told of it."""

@@ -102,6 +102,12 @@ class Ledgers:
             held.ready.clear()
         self._changed = True
 
+    @property
+    def not_ready(self) -> str | None:
+        """Why requests of some partition can't be decided yet; None if all can."""
+        waiting = sorted(number for number, held in self._held.items() if held.ours and not held.ready.is_set())
+        return f"the ledgers of {self._topic} are being read: partitions {waiting}" if waiting else None
+
     async def of(self, partition: int) -> Accounts | None:
         """A partition's ledgers, once they are ready; None if the partition went meanwhile."""
         held = self._held.get(partition)

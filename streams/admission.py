@@ -35,6 +35,7 @@ from schemas.events import (
     InferenceRequested,
     ModelVersionRegistered,
     Position,
+    Reply,
 )
 from schemas.reasons import Reason
 from schemas.topics import (
@@ -140,8 +141,9 @@ class Admission:
             match standing:
                 case Standing.NEW:
                     await self._answer(case, accounts, trace)
-                case Standing.REPEATED if isinstance(verdict, InferenceRejected):  # its caller tries once more
-                    await self._answer(case, accounts, trace)
+                case Standing.REPEATED if isinstance(verdict, InferenceRejected):
+                    # Its stream is closed wherever that was told; whoever asks from elsewhere hears the same.
+                    await self._tell(verdict, grant, trace)
                 case Standing.REDELIVERED if verdict is not None:
                     await self._repeat(case, verdict, trace)
                 case Standing.REPEATED if isinstance(verdict, InferenceAdmitted) and verdict.reply != grant.reply:
@@ -277,9 +279,18 @@ class Admission:
         if (deciding := self._open.get(event.request_id)) is not None:
             await deciding.wait()
         ending, word = rules.cancelled(event, grant, self._settings.tier)
-        records = [reply_to(grant.reply, ending, ending.request_id), Outgoing(CONTROL, word, word.request_id)]
+        records = [
+            reply_to(await self._reply_of(record, grant, event), ending, ending.request_id),
+            Outgoing(CONTROL, word, word.request_id),
+        ]
         await deliver(self._producer, records, child(record.headers))
         return None
+
+    async def _reply_of(self, record: Record, grant: Grant, event: InferenceCancelled) -> Reply:
+        """Where the stream is that a cancel ends: where the request's own grant said, as far as is known."""
+        accounts = await self._ledgers.of(record.partition)
+        _, verdict = accounts.standing(grant.tenant, event.request_id, record.offset) if accounts else (None, None)
+        return verdict.reply if isinstance(verdict, InferenceAdmitted) else grant.reply
 
     async def _refuse_fault(self, intake: Intake, grant: Grant, fault: HeadraceError) -> None:
         """A record that is no event: its writer is told where his grant allows, and what nobody can tell apart is kept."""
@@ -356,7 +367,7 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
         waiting = missing
 
     def not_ready() -> str | None:
-        return waiting or shell.not_ready or producer.failure or world.failure
+        return waiting or shell.not_ready or ledgers.not_ready or producer.failure or world.failure
 
     ops = OpsServer(settings.ops_port, not_ready)
     async with contextlib.AsyncExitStack() as cleanup:
