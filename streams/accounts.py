@@ -41,13 +41,17 @@ log = structlog.get_logger("streams.accounts")
 
 @dataclass(slots=True)
 class _Held:
-    """A partition's ledgers. `ours` while Faust gives it; `ready` once it was read to `target`. `stale` are the keys of older rows, by tenant."""
+    """A partition's ledgers. `ours` while Faust gives it; `ready` once it was read to `target`; `news` when more is read.
+
+    `stale` are the keys of older rows, by tenant.
+    """
 
     accounts: Accounts
     restored: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     target: int | None = None
     ours: bool = True
+    news: asyncio.Event = field(default_factory=asyncio.Event)
     stale: dict[str, set[str]] = field(default_factory=dict)
 
 
@@ -115,6 +119,12 @@ class Ledgers:
             return None
         await held.ready.wait()
         return held.accounts if self._held.get(partition) is held and held.ours else None
+
+    async def news(self, partition: int, wait_s: float) -> None:
+        """Returns when `lifecycle` has told something more in a partition, or after so long."""
+        if (held := self._held.get(partition)) is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(held.news.wait(), wait_s)
 
     def known(self, partition: int) -> Accounts | None:
         """The same without waiting: what is known of it by now."""
@@ -200,6 +210,9 @@ class Ledgers:
             if held is None or self._held.get(partition) is not held:
                 return
             held.accounts.apply(record.offset, record.timestamp, event)
+        if held is not None:
+            news, held.news = held.news, asyncio.Event()
+            news.set()
 
     async def _close(self) -> None:
         consumer, self._consumer = self._consumer, None

@@ -117,6 +117,16 @@ async def test_an_ending_makes_room(site: Site, admission: Agent) -> None:
     await until_let_in(site)
 
 
+async def test_who_asks_right_after_an_answer_is_not_refused(site: Site, admission: Agent) -> None:
+    """The ending is told a little later than the answer."""
+    await limit(site, Quota("interactive", concurrent_requests=1))
+    first = await let_in(site)
+    asking = asyncio.create_task(let_in(site))
+    await asyncio.sleep(0.1)
+    await complete(site, first.request_id)
+    await asking
+
+
 @pytest.mark.parametrize("with_row", [False, True])
 async def test_what_was_reserved_outlives_a_kill(site: Site, admission: Agent, with_row: bool) -> None:
     await limit(site, Quota("interactive", concurrent_requests=2))
