@@ -189,7 +189,7 @@ def test_no_limit_is_passed_for_a_moment_and_charges_are_what_was_delivered(frag
             assert ledger.most_tokens <= (quota.tokens_per_day or ledger.most_tokens), name
             assert ledger.most_running <= (quota.concurrent_requests or ledger.most_running), name
         (usage,) = told(stack, name)
-        assert (usage["tokens"], usage["running"], usage["reserved"]) == (ledger.spent, 0, 0), name
+        assert (usage["tokens"], usage["running"], usage["reserved_tokens"]) == (ledger.spent, 0, 0), name
     assert load.statuses[200] > CALLS / 4, load.statuses
     assert load.statuses[429] > CALLS / 20, load.statuses
 
