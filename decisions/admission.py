@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from decisions import placement, quota
+from decisions import placement, quota, waiting
 from decisions.ledger import ALL_KEYS_AND_MODELS, Cost, Counters
 from decisions.placement import SeenWorker
 from decisions.quota import Exceeded, Reserved
@@ -37,6 +37,7 @@ from schemas.topics import DEFAULTS, INLINE_MAX_BYTES, TOKENS, work_topic
 
 PASSED, REFUSED = "passed", "refused"
 ENCODINGS = ("avro", "json")
+RETRY_AFTER_MIN_MS = 1_000
 MESSAGE_CHARS_MAX = 1_000
 """A refusal may quote the caller; no more than this of it travels."""
 
@@ -83,6 +84,9 @@ class World(Protocol):
     @property
     def ends(self) -> Mapping[tuple[str, int], int]:
         """By (work topic, partition), the offset after the last record known there."""
+
+    def start_up_ms(self, model: str, version: str) -> int | None:
+        """How long a worker of a version took to be ready, the last time one did; None if none was seen."""
 
     def counters(self, partition: int, tenant: str) -> Counters:
         """What a tenant, whose requests are in this partition, has reserved and spent in this tier."""
@@ -291,6 +295,38 @@ def check_deadline(case: Case, _world: World) -> Case | Refusal:
     return case.noting("deadline", PASSED, detail, deadline_ms=case.requested_ms + timeout_ms)
 
 
+def check_wait(case: Case, world: World) -> Case | Refusal:
+    """Its turn comes before its deadline, as far as can be told, and not too many wait already."""
+    version, now_ms = case.routed, case.requested_ms
+    topic = work_topic(version.model, version.version, case.tier)
+    seen = waiting.outlook(
+        topic,
+        world.workers(version.model, version.version),
+        world.ends,
+        now_ms,
+        world.start_up_ms(version.model, version.version),
+        case.stale_ms,
+    )
+    depth = version.max_queue_depth.get(case.tier)
+    if depth is not None and seen.waiting >= depth:
+        return Refusal(
+            Reason.OVERLOADED,
+            f"{seen.waiting} requests wait for the model `{version.model}` already, and no more than {depth} may. Try again later.",
+            "model",
+            max(RETRY_AFTER_MIN_MS, seen.wait_ms or 0),
+        )
+    left_ms = case.deadline_ms - now_ms
+    if seen.wait_ms is not None and seen.wait_ms > left_ms:
+        return Refusal(
+            Reason.OVERLOADED if seen.ready else Reason.NO_WORKER,
+            f"The model `{version.model}` can't begin before the deadline: it would take about {seen.wait_ms} ms, and {left_ms} ms "
+            "are left. Give it more time, or try again later.",
+            "timeout",
+            max(RETRY_AFTER_MIN_MS, seen.wait_ms - left_ms),
+        )
+    return case.noting("wait", PASSED, seen.detail)
+
+
 def check_quota(case: Case, world: World) -> Case | Refusal:
     """The tenant has room for prompt and answer in all its limits. What it reserves counts only if every other check passes, too."""
     tenant, now_ms = case.grant.tenant, case.requested_ms
@@ -344,6 +380,7 @@ AFTER_TOKENISING: tuple[tuple[str, Check], ...] = (
     ("vocabulary", check_vocabulary),
     ("context", check_context),
     ("deadline", check_deadline),
+    ("wait", check_wait),
     ("quota", check_quota),
     ("place", check_place),
 )

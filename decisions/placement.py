@@ -83,15 +83,26 @@ def place(
 
 
 def _loads(report: WorkerReported, topic: str, ends: Mapping[tuple[str, int], int]) -> list[tuple[int, _Load]]:
-    """The load of each partition of `topic` that the worker holds. What waits in its other tiers isn't in this one's way."""
-    backlogs = {
+    """The load of each partition of `topic` that the worker holds."""
+    per_slot = total(report, topic, ends) / max(1, report.slots)
+    return [
+        (partition, _Load(report.worker_id, per_slot, backlog))
+        for partition, backlog in _backlogs(report, topic, ends).items()
+    ]
+
+
+def total(report: WorkerReported, topic: str, ends: Mapping[tuple[str, int], int]) -> int:
+    """What waits and runs on a worker, as one tier sees it: what waits in its other tiers isn't in this one's way, what runs is."""
+    backlog = sum(_backlogs(report, topic, ends).values())
+    return backlog + max(0, report.running - backlog)
+
+
+def _backlogs(report: WorkerReported, topic: str, ends: Mapping[tuple[str, int], int]) -> dict[int, int]:
+    return {
         held.partition: max(0, ends.get((topic, held.partition), held.committed) - held.committed - held.finished_above)
         for held in report.partitions
         if held.topic == topic
     }
-    elsewhere = max(0, report.running - sum(backlogs.values()))
-    per_slot = (sum(backlogs.values()) + elsewhere) / max(1, report.slots)
-    return [(partition, _Load(report.worker_id, per_slot, backlog)) for partition, backlog in backlogs.items()]
 
 
 def _draw(request_id: str, partition: int) -> int:

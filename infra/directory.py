@@ -108,6 +108,7 @@ class WorkerDirectory(View):
     def __init__(self, settings: KafkaSettings) -> None:
         super().__init__(settings, WORKERS, self._on_event, self._on_removed)
         self._workers: dict[str, SeenWorker] = {}
+        self._start_ups: dict[tuple[str, str], int] = {}
         self._swept_ms = 0
 
     def worker(self, worker_id: str) -> SeenWorker | None:
@@ -122,9 +123,15 @@ class WorkerDirectory(View):
         """The workers of a version, by id."""
         return [worker for worker in self.all() if (worker.report.model, worker.report.version) == (model, version)]
 
+    def start_up_ms(self, model: str, version: str) -> int | None:
+        """How long the last worker of a version took to be ready, remembered when none is left; None if none was heard of."""
+        return self._start_ups.get((model, version))
+
     def _on_event(self, event: Event, record: ConsumerRecord) -> None:
         if not isinstance(event, WorkerReported):
             return
+        if event.start_up_ms:
+            self._start_ups[event.model, event.version] = event.start_up_ms
         if event.state == STOPPED:
             self._workers.pop(event.worker_id, None)
         else:

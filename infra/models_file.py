@@ -12,6 +12,7 @@
         engine_args: {dtype: bfloat16, enforce_eager: true}
         default_timeout_ms: 600000    # that a request which doesn't say may take
         time_limit_ms: 3600000        # that an answer may take from its beginning
+        max_queue_depth: {interactive: 200}  # so many may wait for a slot; more are refused
         workers: 1
 
 Only name, engine, artifact and context_length must be given. An error names the file and the key at fault.
@@ -40,6 +41,7 @@ MODELS_MAX = 64
 CONTEXT_MAX = 10_000_000
 SLOTS_MAX = 4_096
 PARTITIONS_MAX = 1_024
+DEPTH_MAX = 100_000_000
 WORKERS_MAX = 64
 FILE_BYTES_MAX = 1024 * 1024
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -54,6 +56,7 @@ class ModelEntry:
         engine_args: what the engine is built with, as its own documentation names it.
         default_timeout_ms: how long a request that names no timeout may take.
         time_limit_ms: how long an answer may take from its beginning; then it is ended.
+        max_queue_depth: by tier, how many requests may wait for a slot; more are refused. A tier that isn't named has no such limit.
         workers: how many worker processes `headrace up` starts.
     """
 
@@ -68,6 +71,7 @@ class ModelEntry:
     engine_args: dict[str, Any] = field(default_factory=dict)
     default_timeout_ms: int = 600_000
     time_limit_ms: int = HOUR_MS
+    max_queue_depth: dict[str, int] = field(default_factory=dict)
     workers: int = 1
 
     def registered(self, directory: Path | None, created_ms: int, digest: str = "") -> ModelVersionRegistered:
@@ -86,6 +90,7 @@ class ModelEntry:
             tiers=self.tiers,
             default_timeout_ms=self.default_timeout_ms,
             time_limit_ms=self.time_limit_ms,
+            max_queue_depth=dict(self.max_queue_depth),
             created_ms=created_ms,
             digest=digest,
         )
@@ -216,6 +221,13 @@ def _arguments(path: Path, at: str, value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def _depths(path: Path, at: str, value: Any) -> dict[str, int]:
+    if not isinstance(value, dict) or any(tier not in TIERS for tier in value):
+        raise _refuse(path, at, f"must be a mapping of tiers ({', '.join(TIERS)}) to numbers, not {value!r}")
+    depth = _integer(1, DEPTH_MAX)
+    return {tier: depth(path, f"{at}.{tier}", number) for tier, number in value.items()}
+
+
 _KEYS: dict[str, Convert] = {
     "name": _word(check_model),
     "version": _word(lambda text: check_word("version", text)),
@@ -228,5 +240,6 @@ _KEYS: dict[str, Convert] = {
     "engine_args": _arguments,
     "default_timeout_ms": _integer(1, 7 * DAY_MS),
     "time_limit_ms": _integer(1, 2 * HOUR_MS),
+    "max_queue_depth": _depths,
     "workers": _integer(0, WORKERS_MAX),
 }

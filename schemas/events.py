@@ -332,7 +332,11 @@ class LedgerSaved:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReported:
-    """A worker's state, as of the record's timestamp. `state`: `starting`, `ready`, `draining` or `stopped`."""
+    """A worker's state, as of the record's timestamp. `state`: `starting`, `ready`, `draining` or `stopped`.
+
+    `service_ms` is how long a request has run in a slot, on the average of the last ones; `start_up_ms` how long the worker took to be ready.
+    Both are 0 until they are known.
+    """
 
     worker_id: str
     model: str
@@ -347,6 +351,8 @@ class WorkerReported:
     tokens_per_s: float = 0.0
     digest: str = ""
     started_ms: int = 0
+    service_ms: float = 0.0
+    start_up_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +372,10 @@ class TenantChanged:
 
 @dataclass(frozen=True, slots=True)
 class ModelVersionRegistered:
-    """A model version may be served: by which engine, from which weights, within which limits. `engine_args` is a JSON object."""
+    """A model version may be served: by which engine, from which weights, within which limits. `engine_args` is a JSON object.
+
+    `max_queue_depth` is by tier how many requests may wait for a slot; a tier that isn't named has no such limit.
+    """
 
     model: str
     version: str
@@ -382,6 +391,7 @@ class ModelVersionRegistered:
     created_ms: int = 0
     digest: str = ""
     time_limit_ms: int = 3_600_000
+    max_queue_depth: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

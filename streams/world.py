@@ -133,6 +133,10 @@ class LiveWorld:
         """By (work topic, partition), the offset after the last record known there."""
         return self._ends
 
+    def start_up_ms(self, model: str, version: str) -> int | None:
+        """How long a worker of a version took to be ready, the last time one did."""
+        return self._workers.start_up_ms(model, version)
+
     def counters(self, partition: int, tenant: str) -> Counters:
         """What a tenant has reserved and spent."""
         accounts = self.ledgers.known(partition) if self.ledgers is not None else None

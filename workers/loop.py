@@ -235,9 +235,11 @@ class WorkerLoop:
         self._spawn(self._run(work, job), self._jobs)
 
     async def _run(self, work: Work, job: Job) -> None:
+        began_s = time.monotonic()
         try:
             await self._see_through(work, job)
         finally:
+            self._reporter.service.count((time.monotonic() - began_s) * 1000)
             self._turns.end(job)
         self._fill()
 

@@ -19,6 +19,8 @@ log = structlog.get_logger("worker")
 
 STARTING, READY, DRAINING, STOPPED = "starting", "ready", "draining", "stopped"
 RATE_SPAN_S = 10.0
+SERVICE_RUNS = 32
+"""Of so many last requests the time in a slot is averaged."""
 MENTION_WAIT_S = 2.0
 
 
@@ -43,6 +45,22 @@ class TokenRate:
             self._marks.popleft()
         first_s, first = self._marks[0]
         return (self._total - first) / (now_s - first_s) if now_s > first_s else 0.0
+
+
+class ServiceTime:
+    """How long requests run in a slot: the average of the last `SERVICE_RUNS`."""
+
+    def __init__(self) -> None:
+        self._runs: deque[float] = deque(maxlen=SERVICE_RUNS)
+
+    def count(self, run_ms: float) -> None:
+        """One more has run so long, however it ended: so long it took its slot."""
+        self._runs.append(run_ms)
+
+    @property
+    def mean_ms(self) -> float:
+        """0 before the first."""
+        return sum(self._runs) / len(self._runs) if self._runs else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +92,16 @@ class Reporter:
         self._interval_s = interval_ms / 1000
         self._started_ms = int(time.time() * 1000)
         self.state = STARTING
+        self._start_up_ms = 0
         self.rate = TokenRate()
+        self.service = ServiceTime()
         self.load: Callable[[], Load] = Load
 
     async def change(self, state: str) -> None:
         """Enters a state and tells so; `stopped` also removes the worker from the compacted topic."""
         self.state = state
+        if state == READY and not self._start_up_ms:
+            self._start_up_ms = int(time.time() * 1000) - self._started_ms
         await self.report()
         if state == STOPPED:
             await (await self._producer.send_raw(WORKERS, None, self._worker_id.encode()))
@@ -109,5 +131,6 @@ class Reporter:
         event = WorkerReported(
             self._worker_id, version.model, version.version, self.state, load.partitions, load.slots, load.running, load.waiting, load.finished,
             load.kv_cache_use, self.rate.mark(), version.digest, self._started_ms,
+            self.service.mean_ms, self._start_up_ms,
         )  # fmt: skip
         await self._producer.send_and_wait(WORKERS, event, key=self._worker_id)

@@ -51,10 +51,15 @@ def worker(
     state: str = "ready",
     seen_ms: int = NOW,
     topic: str = WORK,
+    service_ms: float = 0.0,
+    started_ms: int = 0,
 ) -> Seen:
     """A worker that has committed up to these offsets of its partitions."""
     held = tuple(PartitionReport(topic, partition, committed, 0) for partition, committed in partitions.items())
-    return Seen(WorkerReported(worker_id, "m", "v1", state, held, slots, running, 0), seen_ms)
+    report = WorkerReported(
+        worker_id, "m", "v1", state, held, slots, running, 0, service_ms=service_ms, started_ms=started_ms
+    )
+    return Seen(report, seen_ms)
 
 
 @dataclass
@@ -72,8 +77,12 @@ class FakeWorld:
     topics: dict[str, int] = field(default_factory=lambda: {TOKENS: 8, "tokens.acme": 1, WORK: 4})
     seen: list[Seen] = field(default_factory=list)
     ends: dict[tuple[str, int], int] = field(default_factory=dict)
+    start_up: int | None = None
     used: dict[tuple[int, str], dict[str, Counter]] = field(default_factory=dict)
     """By partition and tenant, the counters."""
+
+    def start_up_ms(self, _model: str, _version: str) -> int | None:
+        return self.start_up
 
     def tenant(self, name: str) -> TenantChanged | None:
         return self.tenants.get(name)

@@ -35,6 +35,7 @@ def test_everything_given_reaches_the_event(tmp_path: Path) -> None:
         tiers=["batch", "batch"],
         engine_args={"dtype": "float32", "tensor_parallel_size": 2},
         default_timeout_ms=5_000,
+        max_queue_depth={"interactive": 200},
         workers=3,
     )
     (entry,) = parse(text, tmp_path / "models.yaml")
@@ -64,6 +65,11 @@ def test_everything_given_reaches_the_event(tmp_path: Path) -> None:
         (with_model(context_length=True), "models[0].context_length must be a whole number"),
         (with_model(slots="many"), "models[0].slots must be a whole number"),
         (with_model(workers=-1), "models[0].workers must be a whole number"),
+        (
+            with_model(max_queue_depth={"interactive": 0}),
+            "models[0].max_queue_depth.interactive must be a whole number",
+        ),
+        (with_model(max_queue_depth={"urgent": 5}), "models[0].max_queue_depth must be a mapping of tiers"),
         (with_model(tiers=[]), "models[0].tiers must be a list among"),
         (with_model(tiers=["gold"]), "models[0].tiers must be a list among"),
         (with_model(engine_args=[1]), "models[0].engine_args must be a mapping"),

@@ -246,6 +246,8 @@ async def test_a_worker_tells_what_it_does_and_says_goodbye(kafka: KafkaSettings
     assert max(report.running for report in reports) == 3
     assert max(report.waiting for report in reports) == 2
     assert max(report.tokens_per_s for report in reports) > 0
+    assert reports[-1].service_ms >= 49 * 20
+    assert reports[0].start_up_ms == 0 < reports[-1].start_up_ms
     busy = next(report for report in reports if report.running == 3)
     assert busy.slots == 3
     assert {part.topic for part in busy.partitions} == {lane.topic("interactive"), lane.topic("batch")}

@@ -1,0 +1,65 @@
+"""What a request has before it: how many wait already, and how long until its turn comes. Who can't be served in time is told at once.
+
+Workers report what they had committed and finished, and how long a request runs in one of their slots, on the average. What is in the log
+above that waits or runs. The wait of a request that comes now to a worker of `slots` slots, all of them taken, is
+
+    (records there - slots + 1) * time of one / slots
+
+for so many must end before its turn, and `slots` of them end in that time. Placement gives it to the worker with the least to do, so the
+shortest wait of all workers is its own. It is an estimate: where nothing was measured yet there is none, and nobody is refused by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from decisions.placement import READY, STALE_MS, SeenWorker, total
+
+STARTING = "starting"
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """`waiting`: records in no slot yet. `wait_ms`: until the turn of one that comes now; None if nothing tells. `ready`: workers that are."""
+
+    ready: int
+    waiting: int
+    wait_ms: int | None
+
+    @property
+    def detail(self) -> str:
+        """For the record of the decision."""
+        wait = "not known" if self.wait_ms is None else f"{self.wait_ms} ms"
+        return f"{self.ready} workers ready, {self.waiting} waiting, predicted wait {wait}"
+
+
+def outlook(
+    topic: str,
+    workers: Iterable[SeenWorker],
+    ends: Mapping[tuple[str, int], int],
+    now_ms: int,
+    start_up_ms: int | None,
+    stale_ms: int = STALE_MS,
+) -> Outlook:
+    """Of a work topic. Parameters as those of `placement.place`; `start_up_ms` is how long a worker of this version took to be ready, if known.
+
+    Without a worker that is ready the wait is that of the one that will be first; with none that starts, the start of a new one.
+    """
+    seen = [each for each in workers if now_ms - each.seen_ms <= stale_ms]
+    ready = [each.report for each in seen if each.report.state == READY]
+    if not ready:
+        begun = [each.report.started_ms for each in seen if each.report.state == STARTING]
+        left_ms = None if start_up_ms is None else max(0, min(begun, default=now_ms) + start_up_ms - now_ms)
+        return Outlook(0, 0, left_ms)
+    waiting, waits = 0, []
+    for report in ready:
+        slots = max(1, report.slots)
+        over = total(report, topic, ends) - slots
+        waiting += max(0, over)
+        if over < 0:
+            waits.append(0)
+        elif report.service_ms > 0:
+            waits.append(math.ceil((over + 1) * report.service_ms / slots))
+    return Outlook(len(ready), waiting, min(waits, default=None))

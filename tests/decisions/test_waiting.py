@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from decisions.admission import Case, Refusal, check_deadline, check_wait
+from decisions.placement import STALE_MS
+from decisions.waiting import Outlook, outlook
+from schemas.reasons import Reason
+from tests.decisions.worlds import NOW, WORK, FakeWorld, Seen, case, worker
+
+
+def seen(workers: list[Seen], ends: dict[int, int] | None = None, start_up_ms: int | None = None) -> Outlook:
+    return outlook(WORK, workers, {(WORK, number): end for number, end in (ends or {}).items()}, NOW, start_up_ms)
+
+
+def test_with_a_free_slot_there_is_no_wait() -> None:
+    busy, free = worker("a", {0: 0}, slots=1, service_ms=9_000), worker("b", {1: 0}, slots=4, service_ms=9_000)
+    assert seen([busy, free], {0: 5, 1: 3}) == Outlook(2, 4, 0)
+
+
+def test_the_wait_is_what_must_end_before() -> None:
+    """Four slots, six records: three of the six must end, and four end in a second."""
+    assert seen([worker("a", {0: 10}, slots=4, service_ms=1_000)], {0: 16}) == Outlook(1, 2, 750)
+
+
+def test_of_several_workers_the_shortest_wait_counts() -> None:
+    slow, fast = worker("a", {0: 0}, slots=1, service_ms=8_000), worker("b", {1: 0}, slots=1, service_ms=100)
+    assert seen([slow, fast], {0: 1, 1: 3}).wait_ms == 300
+
+
+def test_what_runs_for_another_tier_is_in_the_way() -> None:
+    assert seen([worker("a", {0: 0}, slots=2, running=2, service_ms=1_000)]).wait_ms == 500
+
+
+def test_without_a_measured_time_nothing_is_predicted() -> None:
+    assert seen([worker("a", {0: 0}, slots=1)], {0: 50}) == Outlook(1, 49, None)
+
+
+def test_without_a_ready_worker_it_is_the_start_of_one() -> None:
+    gone = worker("a", {0: 0}, seen_ms=NOW - STALE_MS - 1, service_ms=1)
+    assert seen([gone]) == Outlook(0, 0, None)
+    assert seen([gone], start_up_ms=60_000).wait_ms == 60_000
+    starting = worker("b", {}, state="starting", started_ms=NOW - 45_000)
+    late = worker("c", {}, state="starting", started_ms=NOW - 5_000)
+    assert seen([gone, late, starting], start_up_ms=60_000).wait_ms == 15_000
+    assert seen([worker("b", {}, state="starting", started_ms=NOW - 90_000)], start_up_ms=60_000).wait_ms == 0
+
+
+@given(st.integers(1, 64), st.integers(0, 500), st.floats(1, 10_000))
+def test_the_wait_grows_with_what_is_there_and_falls_with_slots(slots: int, records: int, service_ms: float) -> None:
+    def wait(slots: int, records: int) -> int:
+        found = seen([worker("a", {0: 0}, slots=slots, service_ms=service_ms)], {0: records}).wait_ms
+        assert found is not None
+        return found
+
+    assert wait(slots, records) <= wait(slots, records + 1)
+    assert wait(slots + 1, records) <= wait(slots, records)
+    assert (wait(slots, records) == 0) == (records < slots)
+
+
+# --- the check -------------------------------------------------------------------------------------------------------
+
+
+def checked(world: FakeWorld, timeout_ms: int = 5_000, **version: Any) -> Case | Refusal:
+    asked = case()
+    routed = replace(world.models["m"], **version)
+    found = check_deadline(replace(asked, version=routed, request=replace(asked.request, timeout_ms=timeout_ms)), world)
+    assert isinstance(found, Case)
+    return check_wait(found, world)
+
+
+def world(records: int, service_ms: float = 1_000) -> FakeWorld:
+    return FakeWorld(seen=[worker("a", {0: 0}, slots=1, service_ms=service_ms)], ends={(WORK, 0): records})
+
+
+def test_who_cant_be_served_in_time_is_told_at_once_and_when_to_come_again() -> None:
+    refusal = checked(world(10))
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.param, refusal.retry_after_ms) == (Reason.OVERLOADED, "timeout", 5_000)
+    assert "10000 ms" in refusal.message
+
+
+def test_who_has_time_waits_and_the_estimate_is_kept() -> None:
+    found = checked(world(3))
+    assert isinstance(found, Case)
+    assert found.decisions[-1].check == "wait"
+    assert found.decisions[-1].detail == "1 workers ready, 2 waiting, predicted wait 3000 ms"
+
+
+@pytest.mark.parametrize(("start_up_ms", "admitted"), [(None, True), (4_000, True), (60_000, False)])
+def test_a_pool_at_zero_takes_what_outlives_its_start(start_up_ms: int | None, admitted: bool) -> None:
+    found = checked(FakeWorld(start_up=start_up_ms))
+    assert isinstance(found, Case) == admitted
+    if isinstance(found, Refusal):
+        assert (found.reason, found.retry_after_ms) == (Reason.NO_WORKER, 55_000)
+
+
+def test_a_queue_has_its_depth_by_tier() -> None:
+    assert isinstance(checked(world(3), 100_000, max_queue_depth={"interactive": 3}), Case)
+    refusal = checked(world(4), 100_000, max_queue_depth={"interactive": 3, "batch": 9})
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.param, refusal.retry_after_ms) == (Reason.OVERLOADED, "model", 4_000)
+    assert isinstance(checked(world(4), 100_000, max_queue_depth={"batch": 1}), Case)
