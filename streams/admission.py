@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +17,7 @@ from aiokafka.partitioner import DefaultPartitioner
 
 from decisions import admission as rules
 from decisions.accounts import Accounts, Standing, Verdict
-from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, Case, Refusal
-from decisions.quota import ENDING_WAIT_MS
+from decisions.admission import Case, Refusal
 from infra import metrics
 from infra.dead_letters import dead_letter
 from infra.grants import Grant
@@ -51,11 +48,11 @@ from schemas.topics import (
     WORKERS,
     ledger_topic,
     requests_topic,
-    work_topic,
 )
 from streams.accounts import Ledgers
 from streams.faust_shell import FaustShell, Record
 from streams.intake import REKEYED_HEADER, Intake, read_record, salvage
+from streams.judge import Judge
 from streams.outbox import Outgoing, deliver, reply_to
 from streams.tokenizers import Tokenizers
 from streams.world import LiveWorld
@@ -65,10 +62,6 @@ TOPICS = (TENANTS, REGISTRY, WORKERS, SCHEMAS, TOKENS, LIFECYCLE, CONTROL, DEAD_
 """What must be there beside the requests."""
 OPEN_MAX = 256
 """Records handled at once, over all partitions."""
-ENDING_TOLD_S = 0.6
-"""An answer's ending is in `lifecycle` that long after its caller has it, at most, unless something is wrong;"""
-WAITING_MAX, WAITING_OF_TENANT_MAX = 32, 4
-"""so many requests wait for that, in all and of one tenant."""
 
 log = structlog.get_logger("streams.admission")
 
@@ -90,11 +83,10 @@ class Admission:
         self._producer = producer
         self._decoder = decoder
         self._world = world
-        self._tokenizers = tokenizers
+        self._judge = Judge(world, tokenizers, ledgers)
         self._topic = requests_topic(settings.tier)
         self._partitioner = DefaultPartitioner()
         self._open: dict[str, asyncio.Event] = {}
-        self._waiting: Counter[str] = Counter()
 
     async def handle(self, record: Record) -> None:
         """Handle a record to its end. Raises HeadraceError (unavailable) when Kafka fails: then it isn't handled."""
@@ -160,7 +152,7 @@ class Admission:
                     log.info("asked again", request_id=request.request_id, standing=standing.value)
 
     async def _answer(self, case: Case, accounts: Accounts, trace: Headers) -> None:
-        case, refusal = await self._decide(case)
+        case, refusal = await self._judge.decide(case)
         if refusal is None:
             refusal = await self._admit(case, accounts, trace)
         if refusal is not None:
@@ -175,7 +167,7 @@ class Admission:
             refusal = Refusal(Reason.MODEL_NOT_FOUND, f"The model `{verdict.model}` is gone.", "model")
             return await self._reject(rules.rejected(case, refusal), case.grant, trace)
         try:
-            case = await self._tokenise(case, version)
+            case = await self._judge.tokenise(case, version)
         except HeadraceError as error:
             refusal = Refusal(error.reason, error.message, error.param)
             return await self._reject(rules.rejected(case, refusal), case.grant, trace)
@@ -208,52 +200,6 @@ class Admission:
             rejected = rules.rejected(self._case(record, grant, request), refusal)
             with contextlib.suppress(NoSuchPartition, RecordTooLarge):
                 await self._reject(rejected, grant, child(record.headers))
-
-    async def _decide(self, case: Case) -> rules.Verdict:
-        await self._world.meet_model(case.request.model[: rules.MESSAGE_CHARS_MAX])
-        with _timed("before tokenising"):
-            case, refusal = rules.judge(case, self._world, BEFORE_TOKENISING)
-        if refusal is not None:
-            return case, refusal
-        version = case.routed
-        await self._world.counts.learn(work_topic(version.model, version.version, case.tier))
-        try:
-            with _timed("tokenise"):
-                case = await self._tokenise(case, version)
-        except HeadraceError as error:
-            return rules.refuse(case, "tokenise", Refusal(error.reason, error.message, error.param))
-        with _timed("after tokenising"):
-            verdict = rules.judge(case, self._world, AFTER_TOKENISING)
-        return await self._once_more(case, verdict)
-
-    async def _once_more(self, case: Case, verdict: rules.Verdict) -> rules.Verdict:
-        """Judged again, for a while, if only what runs is in the way: who asks right after an answer is faster than the log tells its ending.
-
-        Few wait so, and fewer of one tenant: a flood is refused at once.
-        """
-        tenant, loop = case.grant.tenant, asyncio.get_running_loop()
-        until_s = loop.time() + ENDING_TOLD_S
-        while (
-            (refusal := verdict[1]) is not None
-            and refusal.retry_after_ms == ENDING_WAIT_MS
-            and loop.time() < until_s
-            and self._waiting[tenant] < WAITING_OF_TENANT_MAX
-            and self._waiting.total() < WAITING_MAX
-        ):
-            self._waiting[tenant] += 1
-            try:
-                await self._ledgers.news(case.source.partition, until_s - loop.time())
-            finally:
-                self._waiting[tenant] -= 1
-                if not self._waiting[tenant]:
-                    del self._waiting[tenant]
-            verdict = rules.judge(case, self._world, AFTER_TOKENISING)
-        return verdict
-
-    async def _tokenise(self, case: Case, version: ModelVersionRegistered) -> Case:
-        tokenizer = await self._tokenizers.get(version)
-        ids = await self._tokenizers.tokenise(case.request, tokenizer, case.requested_ms)
-        return rules.tokenised(case, ids, tokenizer.vocab_size)
 
     async def _admit(self, case: Case, accounts: Accounts, trace: Headers) -> Refusal | None:
         """No pause between the checks and the reservation: the next request is judged with it."""
@@ -372,15 +318,6 @@ class Admission:
             "dead-lettered", topic=record.topic, partition=record.partition, offset=record.offset, reason=reason.value
         )
         await dead_letter(self._producer, record, reason.value, message[: rules.MESSAGE_CHARS_MAX], PROCESS)
-
-
-@contextlib.contextmanager
-def _timed(step: str) -> Iterator[None]:
-    began = time.perf_counter()
-    try:
-        yield
-    finally:
-        metrics.ADMISSION_SECONDS.labels(step).observe(time.perf_counter() - began)
 
 
 async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
