@@ -72,6 +72,7 @@ def test_a_good_request_is_admitted_with_every_check_on_record() -> None:
         "vocabulary",
         "context",
         "deadline",
+        "wait",
         "quota",
         "place",
     ]
