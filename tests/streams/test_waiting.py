@@ -30,14 +30,18 @@ async def until_refused(site: Site, timeout_ms: int) -> InferenceRejected:
     """Reports are read a little later than they are written."""
     async with asyncio.timeout(WAIT_S):
         while True:
-            rid = await site.ask(timeout_ms=timeout_ms)
-            verdict: InferenceAdmitted | InferenceRejected = await site.one(
-                LIFECYCLE,
-                InferenceAdmitted | InferenceRejected,  # type: ignore[arg-type]
-                lambda event, rid=rid: event.request_id == rid,
-            )
+            verdict = await verdict_of(site, await site.ask(timeout_ms=timeout_ms))
             if isinstance(verdict, InferenceRejected):
                 return verdict
+
+
+async def verdict_of(site: Site, rid: str) -> InferenceAdmitted | InferenceRejected:
+    found: InferenceAdmitted | InferenceRejected = await site.one(
+        LIFECYCLE,
+        InferenceAdmitted | InferenceRejected,  # type: ignore[arg-type]
+        lambda event: event.request_id == rid,
+    )
+    return found
 
 
 async def test_what_would_begin_too_late_is_refused_at_once(site: Site) -> None:
