@@ -110,6 +110,21 @@ def ending(state: StreamState, known: Facts, event: Ending) -> Ending:
     )
 
 
+def refused(event: GenerationStarted | GenerationTakenOver | InferenceFailed, reason: str) -> InferenceFailed:
+    """The ending of a request that one admission let in and another refused: the refusal was told first, so nothing was delivered."""
+    return InferenceFailed(
+        request_id=event.request_id,
+        tenant=event.tenant,
+        model=event.model,
+        version=event.version,
+        tier=event.tier,
+        reason=reason,
+        message="The request was refused before it began.",
+        usage=Usage(0, 0),
+        source="admission",
+    )
+
+
 def answered(
     state: StreamState, known: Facts, event: Ending | InferenceRejected, counted: Sequence[TokensGenerated] | None
 ) -> InferenceAnswered:

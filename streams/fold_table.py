@@ -14,6 +14,7 @@ from decisions.endings import CONTENT_BYTES_MAX, Ending, Facts
 from decisions.stream import NEW, Input, StreamState, fold
 from schemas.events import (
     GenerationStarted,
+    GenerationTakenOver,
     InferenceAnswered,
     InferenceCompleted,
     InferenceFailed,
@@ -42,6 +43,14 @@ class OpenRequest:
     content_bytes: int = 0
 
 
+@dataclass(slots=True)
+class _Closed:
+    """When a request closed; `refused` is the reason of the refusal that did, until an ending was told of it."""
+
+    closed_ms: int
+    refused: str | None = None
+
+
 class FoldTable:
     """Folds one partition, from the offset `silent_below` on aloud: what closed before it has been told already."""
 
@@ -52,7 +61,7 @@ class FoldTable:
         self.content_bytes = 0
         self._silent_below = silent_below
         self._remember_ms = remember_ms
-        self._closed: OrderedDict[str, int] = OrderedDict()
+        self._closed: OrderedDict[str, _Closed] = OrderedDict()
         self._next = silent_below
         self._aloud = False
 
@@ -75,8 +84,10 @@ class FoldTable:
             self._aloud = True
             self.drop_beyond(0, timestamp_ms)  # what was open when `silent_below` was committed has no record before it
         request_id = event.request_id
-        if not request_id or request_id in self._closed:
+        if not request_id:
             return []
+        if (closed := self._closed.get(request_id)) is not None:
+            return self._late(closed, event)
         request = self.open.get(request_id) or OpenRequest(offset, timestamp_ms)
         request.state, counts = fold(request.state, event)
         if not counts:
@@ -85,8 +96,17 @@ class FoldTable:
         request.known = rules.facts(request.known, event)
         outputs = self._outputs(request, event, offset)
         if request.state.closed is not None:
-            self._close(request_id, timestamp_ms)
+            refused = event.reason if isinstance(event, InferenceRejected) else None
+            self._close(request_id, timestamp_ms, refused)
         return outputs if self._aloud else []
+
+    def _late(self, closed: _Closed, event: Input) -> list[Output]:
+        """What comes for a stream that a refusal has closed: somebody let the request in, too, and waits for its ending."""
+        if closed.refused is None or not isinstance(event, GenerationStarted | GenerationTakenOver | InferenceFailed):
+            return []
+        ended = rules.refused(event, closed.refused)
+        closed.refused = None
+        return [ended] if self._aloud else []
 
     def _outputs(self, request: OpenRequest, event: Input, offset: int) -> list[Output]:
         match event:
@@ -144,9 +164,9 @@ class FoldTable:
             self._close(next(iter(self.open)), timestamp_ms)
         return dropped
 
-    def _close(self, request_id: str, timestamp_ms: int) -> None:
+    def _close(self, request_id: str, timestamp_ms: int, refused: str | None = None) -> None:
         self.content_bytes -= self.open.pop(request_id).content_bytes
-        self._closed[request_id] = timestamp_ms
+        self._closed[request_id] = _Closed(timestamp_ms, refused)
         if len(self._closed) > CLOSED_MAX:
             self._closed.popitem(last=False)
 
@@ -154,6 +174,6 @@ class FoldTable:
         """Forget closed requests whose last zombie can't write any more; a few a call, so that none takes long."""
         for _ in range(2):
             oldest = next(iter(self._closed.items()), None)
-            if oldest is None or now_ms - oldest[1] < self._remember_ms:
+            if oldest is None or now_ms - oldest[1].closed_ms < self._remember_ms:
                 return
             del self._closed[oldest[0]]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -165,6 +166,20 @@ def test_a_zombie_does_not_open_what_has_closed() -> None:
     apply(given_table, started(), completed(total=0))
     assert apply(given_table, started(attempt=B), completed(total=0, attempt=B), cancel(), first=2) == []
     assert not given_table.open and given_table.committable == 5
+
+
+@pytest.mark.parametrize(
+    "word", [started(), GenerationTakenOver("r", "acme", "m", "v1", "interactive", A, "w"), cancel()]
+)
+def test_who_let_in_what_another_refused_is_told_its_ending_once(word: Input) -> None:
+    """Two admissions decided it, one of them late. Callers heard the refusal; the other has reserved for it."""
+    given_table = table()
+    apply(given_table, InferenceRejected("r", "acme", "m", "interactive", "rate_limited", "too much"))
+    (ended,) = apply(given_table, word, first=1)
+    assert isinstance(ended, InferenceFailed)
+    assert (ended.request_id, ended.tenant, ended.reason, ended.usage) == ("r", "acme", "rate_limited", Usage(0, 0))
+    assert apply(given_table, started(attempt=B), tokens(attempt=B), first=2) == []
+    assert not given_table.open
 
 
 def test_what_closed_is_forgotten_in_the_end() -> None:
