@@ -150,7 +150,7 @@ class Accounts:
         while self._strays and next(iter(self._strays.values())).offset < self._next - RECALLED_RECORDS:
             self._strays.popitem(last=False)
         match event:
-            case InferenceAdmitted() if event.tier == self._tier:
+            case InferenceAdmitted() if event.tier == self._tier and not is_void(event, timestamp_ms):
                 self._admitted(offset, event)
             case InferenceRejected() if event.tier == self._tier:
                 self._rejected(offset, event)
@@ -329,6 +329,11 @@ def _pop_pending(tenant: _Tenant, event: Verdict) -> Taken | None:
     """What was let in here because of the same record."""
     taken = tenant.pending.get(event.request_id)
     return tenant.pending.pop(event.request_id) if taken is not None and taken.admitted.source == event.source else None
+
+
+def is_void(event: InferenceAdmitted, told_ms: int) -> bool:
+    """Whether the log took an admission too late: whoever wrote it may not have had the partition any more, and another decides anew."""
+    return 0 < event.valid_until_ms < told_ms
 
 
 def cost(event: InferenceAdmitted) -> Cost:

@@ -235,7 +235,10 @@ class InferenceFailed:
 
 @dataclass(frozen=True, slots=True)
 class InferenceAdmitted:
-    """Admission let a request in: the routing decision, what it reserves in which scopes of the tenant's ledger, and every check on the way."""
+    """Admission let a request in: the routing decision, what it reserves in which scopes of the tenant's ledger, and every check on the way.
+
+    It is void if its record's own time is later than `valid_until_ms` (0: never): its writer may have lost the partition by then.
+    """
 
     request_id: str
     tenant: str
@@ -255,6 +258,7 @@ class InferenceAdmitted:
     decisions: tuple[Decision, ...] = ()
     time_limit_ms: int | None = None
     scopes: tuple[str, ...] = ("",)
+    valid_until_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

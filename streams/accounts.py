@@ -27,6 +27,7 @@ from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError, Undecodable
 from schemas.events import LedgerSaved
 from schemas.topics import LIFECYCLE, ledger_topic
+from streams.lease import Lease
 
 SAVE_S = 5.0
 POLL_MS = 100
@@ -35,6 +36,7 @@ FETCH_WAIT_MS = 100
 """By so much the end of a request may be heard of late; a fetch for each record would cost more than all else that is done for it."""
 FETCH_BYTES_MIN = 64 * 1024
 RETRY_S = 1.0
+LEASE_LOOK_S = 0.02
 
 log = structlog.get_logger("streams.accounts")
 
@@ -65,6 +67,7 @@ class Ledgers:
         self._producer = producer
         self._decoder = decoder
         self._committed: Callable[[int], int] = lambda _: 0
+        self._lease: Lease | None = None
         self._writer = uuid.uuid4().hex
         self._batching = Batching(FETCH_WAIT_MS, FETCH_BYTES_MIN)
         self._held: dict[int, _Held] = {}
@@ -73,9 +76,9 @@ class Ledgers:
         self._tasks: list[asyncio.Task[None]] = []
         self.failure: str | None = None
 
-    def start(self, committed: Callable[[int], int]) -> None:
-        """Follow and save from now on. `committed` tells how far a partition's requests are committed."""
-        self._committed = committed
+    def start(self, committed: Callable[[int], int], lease: Lease) -> None:
+        """Follow and save from now on. `committed` tells how far a partition's requests are committed; `lease` when partitions are ours."""
+        self._committed, self._lease = committed, lease
         self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._save_regularly())]
 
     async def stop(self) -> None:
@@ -90,11 +93,11 @@ class Ledgers:
     # --- partitions come and go ----------------------------------------------------------------------------------------
 
     def revoked(self, partitions: Iterable[int]) -> None:
-        """These are others' now: nothing is decided of them until they come again."""
+        """These are others' now: nothing is decided of them until they come again. Who waits for them goes away."""
         for partition in partitions:
             if (held := self._held.get(partition)) is not None:
                 held.ours = False
-                held.ready.clear()
+                held.ready.set()
 
     def assigned(self, partitions: Collection[int]) -> None:
         """These are ours, and no others. Each is ready once it is read to where `lifecycle` ends now."""
@@ -102,8 +105,7 @@ class Ledgers:
             self._held.pop(partition).ready.set()
         for partition in partitions:
             held = self._held.setdefault(partition, _Held(Accounts(self._tier)))
-            held.ours, held.target = True, None
-            held.ready.clear()
+            held.ours, held.target, held.ready = True, None, asyncio.Event()
         self._changed = True
 
     @property
@@ -113,11 +115,13 @@ class Ledgers:
         return f"the ledgers of {self._topic} are being read: partitions {waiting}" if waiting else None
 
     async def of(self, partition: int) -> Accounts | None:
-        """A partition's ledgers, once they are ready; None if the partition went meanwhile."""
+        """A partition's ledgers, once they are ready and the partition surely ours; None if it went meanwhile."""
         held = self._held.get(partition)
         if held is None:
             return None
         await held.ready.wait()
+        while held.ours and self._lease is not None and not self._lease.holds:  # noqa: ASYNC110  # a lease tells nobody
+            await asyncio.sleep(LEASE_LOOK_S)
         return held.accounts if self._held.get(partition) is held and held.ours else None
 
     async def news(self, partition: int, wait_s: float) -> None:

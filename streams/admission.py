@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import structlog
 from aiokafka.partitioner import DefaultPartitioner
 
 from decisions import admission as rules
-from decisions.accounts import Accounts, Standing, Verdict
+from decisions.accounts import Accounts, Standing, Verdict, is_void
 from decisions.admission import Case, Refusal
 from infra import metrics
 from infra.dead_letters import dead_letter
@@ -53,6 +54,7 @@ from streams.accounts import Ledgers
 from streams.faust_shell import FaustShell, Record
 from streams.intake import REKEYED_HEADER, Intake, read_record, salvage
 from streams.judge import Judge
+from streams.lease import Lease
 from streams.outbox import Outgoing, deliver, reply_to
 from streams.tokenizers import Tokenizers
 from streams.world import LiveWorld
@@ -66,6 +68,10 @@ OPEN_MAX = 256
 log = structlog.get_logger("streams.admission")
 
 
+class TooLateError(Exception):
+    """The log took an admission when it was valid no more. Never leaves this room."""
+
+
 class Admission:
     """Handles one tier's records. `handle` is safe to call again for the same record."""
 
@@ -77,8 +83,10 @@ class Admission:
         world: LiveWorld,
         tokenizers: Tokenizers,
         ledgers: Ledgers,
+        lease: Lease,
     ) -> None:
         self._ledgers = ledgers
+        self._lease = lease
         self._settings = settings
         self._producer = producer
         self._decoder = decoder
@@ -151,12 +159,19 @@ class Admission:
                 case _:
                     log.info("asked again", request_id=request.request_id, standing=standing.value)
 
-    async def _answer(self, case: Case, accounts: Accounts, trace: Headers) -> None:
-        case, refusal = await self._judge.decide(case)
-        if refusal is None:
-            refusal = await self._admit(case, accounts, trace)
-        if refusal is not None:
-            await self._reject(rules.rejected(case, refusal), case.grant, trace)
+    async def _answer(self, asked: Case, accounts: Accounts | None, trace: Headers) -> None:
+        """Decides, and once more if the log took that too late: then the partition may be another's, which decides by itself."""
+        while accounts is not None:
+            case, refusal = await self._judge.decide(asked)
+            try:
+                if refusal is None:
+                    refusal = await self._admit(case, accounts, trace)
+                if refusal is not None:
+                    await self._reject(rules.rejected(case, refusal), case.grant, trace)
+                return
+            except TooLateError:
+                log.warning("decided too late", request_id=asked.request.request_id, partition=asked.source.partition)
+                accounts = await self._ledgers.of(asked.source.partition)
 
     async def _repeat(self, case: Case, verdict: Verdict, trace: Headers) -> None:
         """What was decided of this record before a crash, told again; its work is the same, and goes to the same place."""
@@ -204,6 +219,8 @@ class Admission:
     async def _admit(self, case: Case, accounts: Accounts, trace: Headers) -> Refusal | None:
         """No pause between the checks and the reservation: the next request is judged with it."""
         scheduled, admitted = rules.admitted(case)
+        if case.limited:
+            admitted = replace(admitted, valid_until_ms=self._lease.until_ms)
         topic, partition = admitted.work_topic, admitted.work_partition
         assert case.reserved is not None
         accounts.take(case.reserved, admitted)
@@ -212,7 +229,10 @@ class Admission:
         told = Outgoing(LIFECYCLE, admitted, admitted.tenant, case.source.partition)
         try:
             if case.limited:  # no work without its reservation, whatever crashes
-                await deliver(self._producer, [told], trace)
+                (taken,) = await deliver(self._producer, [told], trace)
+                self._lease.heard(taken.timestamp)
+                if is_void(admitted, taken.timestamp):
+                    raise TooLateError
                 (work,) = await deliver(self._producer, [work_of], trace)
             else:
                 work, _ = await deliver(self._producer, [work_of, told], trace)
@@ -327,8 +347,9 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
     world, tokenizers = LiveWorld(settings.kafka), Tokenizers(settings.tokenise_threads)
     ledgers = Ledgers(settings.kafka, settings.tier, producer, decoder)
     world.ledgers = ledgers
-    admission = Admission(settings, producer, decoder, world, tokenizers, ledgers)
-    shell = FaustShell(settings, topic, f"admission.{settings.tier}", admission.handle, OPEN_MAX, ledgers)
+    lease = Lease(settings.session_timeout_ms)
+    admission = Admission(settings, producer, decoder, world, tokenizers, ledgers, lease)
+    shell = FaustShell(settings, topic, f"admission.{settings.tier}", admission.handle, OPEN_MAX, lease, ledgers)
     waiting: str | None = "connecting"
 
     def wait(missing: str) -> None:
@@ -353,7 +374,7 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
         warm = [asyncio.ensure_future(_warm(tokenizers, version)) for version in world.models.all()]
         await asyncio.gather(*warm)
         await world.counts.learn(topic)
-        ledgers.start(shell.committed)
+        ledgers.start(shell.committed, lease)
         cleanup.push_async_callback(ledgers.stop)
         cleanup.push_async_callback(shell.stop)
         await shell.start()

@@ -25,6 +25,7 @@ from infra.settings import AdmissionSettings, KafkaSettings
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 from streams import faust_transport
+from streams.lease import Lease
 
 START_S_MAX = 60.0
 STOP_S_MAX = 10.0
@@ -98,19 +99,19 @@ Handle = Callable[[Record], Awaitable[None]]
 
 
 class Watcher(Protocol):
-    """Hears which partitions come and go, before any of their records and after the last."""
+    """Hears which partitions come and go, before any of their records."""
 
     def assigned(self, partitions: Collection[int]) -> None:
         """These are ours now, and no others."""
 
     def revoked(self, partitions: Iterable[int]) -> None:
-        """These are others' now; what was open in them is done, or has had its time."""
+        """These go to others once what is being decided in them is done, or has had its time; nothing more is to be decided."""
 
 
 class FaustShell:
     """Runs a Faust app that hands each record of one topic to `handle`, and acks it once that returns.
 
-    At most `open_max` records are handled at once. An exception of `handle` is fatal, since acking would lose the record:
+    `lease` is renewed as the group confirms this member; `watcher` hears of its partitions. At most `open_max` records are handled at once. An exception of `handle` is fatal, since acking would lose the record:
     `failed` resolves with it.
     """
 
@@ -121,8 +122,10 @@ class FaustShell:
         group: str,
         handle: Handle,
         open_max: int,
+        lease: Lease | None = None,
         watcher: Watcher | None = None,
     ) -> None:
+        self._lease = lease
         self._watcher = watcher
         self._settings = settings
         self._topic = topic
@@ -262,17 +265,20 @@ class FaustShell:
 
     async def _on_revoked(self, _app: object, revoked: Iterable[Any], **_: object) -> None:
         gone = {(tp.topic, tp.partition) for tp in revoked}
-        # Whoever gets them next must find in the log what was decided here.
-        if open_tasks := [task for task, partition in self._tasks.items() if partition in gone]:
-            await asyncio.wait(open_tasks, timeout=FINISH_S_MAX)
-        self._acks.drop(gone)
+        self._acks.drop(gone)  # what is not decided any more must not be acked
         if self._assigned is not None:  # Faust also says so before the first assignment
             self._assigned -= gone
         if self._watcher is not None:
             self._watcher.revoked(partition for topic, partition in gone if topic == self._topic)
+        # Whoever gets them next must find in the log what was decided here.
+        if open_tasks := [task for task, partition in self._tasks.items() if partition in gone]:
+            await asyncio.wait(open_tasks, timeout=FINISH_S_MAX)
 
     async def _on_assigned(self, _app: object, assigned: Iterable[Any], **_: object) -> None:
         self._assigned = {(tp.topic, tp.partition) for tp in assigned if tp.topic == self._topic}
+        if self._lease is not None:
+            self._lease.watch(self._app.consumer._thread._consumer._coordinator)  # noqa: SLF001  # Faust keeps it to itself
+            self._lease.proved()
         if self._watcher is not None:
             self._watcher.assigned([partition for _, partition in self._assigned])
 

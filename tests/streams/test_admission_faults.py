@@ -18,6 +18,7 @@ from schemas.events import InferenceRejected, InferenceRequested, RecordDeadLett
 from schemas.topics import DEAD_LETTERS, GRANT_HEADER, LIFECYCLE, TOKENS, requests_topic
 from streams.admission import Admission
 from streams.faust_shell import Record
+from streams.lease import Lease
 from tests.decisions.worlds import ID, NOW, FakeWorld
 
 SECRET = b"s" * 32
@@ -70,7 +71,7 @@ def admission_with(producer: Producer) -> Admission:
     world.counts = world
     unused: Any = None
     ledgers: Any = Books()
-    return Admission(settings, producer, EventDecoder(settings.kafka), world, unused, ledgers)  # type: ignore[arg-type]
+    return Admission(settings, producer, EventDecoder(settings.kafka), world, unused, ledgers, Lease(6_000))  # type: ignore[arg-type]
 
 
 def record(event: Any) -> Record:
