@@ -25,6 +25,7 @@ from schemas.events import (
     InferenceRejected,
     LedgerSaved,
     Position,
+    Reply,
     SavedCounter,
     SavedHold,
 )
@@ -35,6 +36,8 @@ LAPSE_MS = 2 * HOUR_MS
 RECALLED_RECORDS = 10_000
 """Of so many records of the partition it is remembered what they told: a former owner may tell it again, and an ending may be told before its
 admission. A newcomer reads them all, so there are not more."""
+OPEN_SAVED_MAX = 20_000
+"""Open requests of one tenant that its row has room for: a megabyte."""
 TOLD_MAX = 200_000
 """Decisions of one partition that are kept because their records may come again; of more, the oldest is forgotten."""
 
@@ -66,10 +69,11 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """`last_ms`: when it must have ended, its time limit after its deadline."""
+    """`last_ms`: when it must have ended, its time limit after its deadline. `reply`: where its stream is."""
 
     hold: Hold
     last_ms: int
+    reply: Reply | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +96,13 @@ class _Stray:
 
 @dataclass(slots=True)
 class _Tenant:
-    """`through`: the records below that offset are in the counters. `open` is told by the log; `pending` was decided here and isn't yet."""
+    """`through`: the records below that offset are in the row it came from, 0 if it had none; `saved`: those in its newest row.
+
+    `open` is told by the log; `pending` was decided here and isn't yet.
+    """
 
     through: int = 0
+    saved: int = 0
     counters: dict[str, Counter] = field(default_factory=dict)
     open: dict[str, _Open] = field(default_factory=dict)
     pending: dict[str, Taken] = field(default_factory=dict)
@@ -127,6 +135,7 @@ class Accounts:
         elif row.tenant not in self._tenants or row.through > self._tenants[row.tenant].through:
             self._tenants[row.tenant] = _Tenant(
                 row.through,
+                row.through,
                 {saved.scope: _counter(saved) for saved in row.counters},
                 {saved.request_id: _open(saved) for saved in row.open},
             )
@@ -154,13 +163,13 @@ class Accounts:
                 self._admitted(offset, event)
             case InferenceRejected() if event.tier == self._tier:
                 self._rejected(offset, event)
-            case InferenceCompleted() | InferenceFailed():
+            case InferenceCompleted() | InferenceFailed() if event.tier == self._tier:
                 self._ended(offset, event)
             case _:
                 return
 
     def _tenant(self, name: str) -> _Tenant:
-        return self._tenants.setdefault(name, _Tenant(self._mark.through))
+        return self._tenants.setdefault(name, _Tenant())
 
     def _admitted(self, offset: int, event: InferenceAdmitted) -> None:
         """Counts once for each record that asked, and not while the same id is open: both have one stream, and one ending."""
@@ -185,7 +194,7 @@ class Accounts:
         if (stray := self._strays.pop(key, None)) is not None:
             tenant.counters.update(ledger.settle(tenant.counters, hold, stray.tokens))
         else:
-            tenant.open[event.request_id] = _Open(hold, _last_ms(event))
+            tenant.open[event.request_id] = _Open(hold, _last_ms(event), event.reply)
 
     def _rejected(self, offset: int, event: InferenceRejected) -> None:
         """What its record holds is given back. What another record with its id holds isn't: whoever asks may make up an id."""
@@ -208,7 +217,7 @@ class Accounts:
             self._note(key, _Told(event, offset, source))
 
     def _ended(self, offset: int, event: InferenceCompleted | InferenceFailed) -> None:
-        """Of whatever tier it calls itself: a request that was cancelled through another tier's topic has ended, too."""
+        """Of this tier alone: the same id may be asked on another, and what ends there was charged there."""
         tenant, key = self._tenants.get(event.tenant), (event.tenant, event.request_id)
         opened = tenant.open.pop(event.request_id, None) if tenant is not None and offset >= tenant.through else None
         if tenant is not None and opened is not None:
@@ -217,7 +226,7 @@ class Accounts:
         told = self._told.get(key)
         if told is not None and isinstance(told.verdict, InferenceAdmitted):
             self._told[key] = replace(told, ended=True)
-        elif opened is None and event.tier == self._tier:
+        elif opened is None:
             self._strays.setdefault(key, _Stray(offset, used_tokens(event)))
 
     def _is_news(self, key: Key, source: Position) -> bool:
@@ -251,6 +260,15 @@ class Accounts:
             return Standing.REPEATED, None
         return (Standing.ENDED if (tenant, request_id) in self._strays else Standing.NEW), None
 
+    def reply_of(self, tenant: str, request_id: str) -> Reply | None:
+        """Where an admitted request's stream is, as far as is known."""
+        known, told = self._tenants.get(tenant), self._told.get((tenant, request_id))
+        if known is not None and (taken := known.pending.get(request_id)) is not None:
+            return taken.admitted.reply
+        if known is not None and (opened := known.open.get(request_id)) is not None:
+            return opened.reply
+        return told.verdict.reply if told is not None and isinstance(told.verdict, InferenceAdmitted) else None
+
     def counters(self, tenant: str) -> Counters:
         """What a tenant has reserved and spent, with what was decided here and isn't told yet."""
         known = self._tenants.get(tenant)
@@ -277,6 +295,8 @@ class Accounts:
     def save(self, committed: int, saved_ms: int) -> list[LedgerSaved]:
         """The rows of the tenants that changed, and last the mark of the partition. They are to be written in this order.
 
+        A tenant with more open requests than a record takes has its row later; until then a newcomer reads on from its last one.
+
         `committed` is the offset of the requests to be read next after a crash: what was decided of those below is needed no more.
         """
         if not self._next:
@@ -285,9 +305,11 @@ class Accounts:
             (key, told) for key, told in self._told.items() if self._may_come_again(told, committed)
         )
         self._lapse()
-        rows = [self._row(name, saved_ms) for name in sorted(self._unsaved)]
-        self._unsaved.clear()
-        needed = [told.offset for told in self._told.values()] + [stray.offset for stray in self._strays.values()]
+        large = {name for name in self._unsaved if len(self._tenants[name].open) > OPEN_SAVED_MAX}
+        rows = [self._row(name, saved_ms) for name in sorted(self._unsaved - large)]
+        self._unsaved = large
+        needed = [self._tenants[name].saved for name in large]
+        needed += [told.offset for told in self._told.values()] + [stray.offset for stray in self._strays.values()]
         before, self._mark = self._mark, LedgerSaved("", self._tier, self._next, saved_ms, min([self._next, *needed]))
         news = rows or (before.through, before.start) != (self._mark.through, self._mark.start)
         return [*rows, self._mark] if news else []
@@ -299,10 +321,14 @@ class Accounts:
 
     def unsaved(self, rows: list[LedgerSaved]) -> None:
         """These rows were not written: the next `save` brings their tenants again."""
-        self._unsaved.update(row.tenant for row in rows if row.tenant)
+        for row in rows:
+            if row.tenant:
+                self._unsaved.add(row.tenant)
+                self._tenants[row.tenant].saved = 0  # nobody knows which of them the log has
 
     def _row(self, name: str, saved_ms: int) -> LedgerSaved:
         tenant = self._tenants[name]
+        tenant.saved = self._next
         counters = dict(tenant.counters)
         for taken in tenant.pending.values():  # the log doesn't say so yet
             counters.update(ledger.withdraw(counters, taken.hold))
@@ -386,9 +412,10 @@ def _held(request_id: str, opened: _Open) -> SavedHold:
         made.cost.running,
         opened.last_ms,
         made.scopes,
+        opened.reply,
     )
 
 
 def _open(saved: SavedHold) -> _Open:
     hold = Hold(saved.charged_ms, Cost(saved.tokens, saved.requests, saved.running), saved.scopes)
-    return _Open(hold, saved.last_ms)
+    return _Open(hold, saved.last_ms, saved.reply)

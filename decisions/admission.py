@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from decisions import placement, quota, waiting
 from decisions.ledger import ALL_KEYS_AND_MODELS, Cost, Counters
 from decisions.placement import SeenWorker
-from decisions.quota import Exceeded, Reserved
+from decisions.quota import Exceeded, Gauge, Reserved
 from decisions.validation import Problem, problem, vocabulary_problem
 from schemas.events import (
     Decision,
@@ -308,12 +308,12 @@ def check_wait(case: Case, world: World) -> Case | Refusal:
         case.stale_ms,
     )
     depth = version.max_queue_depth.get(case.tier)
-    if depth is not None and seen.waiting >= depth:
+    if depth is not None and seen.wait_ms != 0 and seen.waiting >= depth:
         return Refusal(
             Reason.OVERLOADED,
             f"{seen.waiting} requests wait for the model `{version.model}` already, and no more than {depth} may. Try again later.",
             "model",
-            max(RETRY_AFTER_MIN_MS, seen.wait_ms or 0),
+            RETRY_AFTER_MIN_MS,
         )
     left_ms = case.deadline_ms - now_ms
     if seen.wait_ms is not None and seen.wait_ms > left_ms:
@@ -327,19 +327,33 @@ def check_wait(case: Case, world: World) -> Case | Refusal:
     return case.noting("wait", PASSED, seen.detail)
 
 
+def check_room(case: Case, world: World) -> Case | Refusal:
+    """The tenant has room for the smallest request there is: who is far over its limits costs no tokenising."""
+    found = _reserve(case, world, 1)
+    return found if isinstance(found, Refusal) else case
+
+
 def check_quota(case: Case, world: World) -> Case | Refusal:
     """The tenant has room for prompt and answer in all its limits. What it reserves counts only if every other check passes, too."""
+    found = _reserve(case, world, reserved_tokens(case))
+    if isinstance(found, Refusal):
+        return found
+    reserved, gauges = found
+    rates = quota.rates(gauges, case.requested_ms) if gauges else None
+    detail = f"{reserved_tokens(case)} tokens reserved, {len(gauges) or 'no'} limits"
+    return case.noting("quota", PASSED, detail, reserved=reserved, limited=bool(gauges), rates=rates)
+
+
+def _reserve(case: Case, world: World, tokens: int) -> tuple[Reserved, list[Gauge]] | Refusal:
+    """What a request of so many tokens would hold, and all limits as they would be then."""
     tenant, now_ms = case.grant.tenant, case.requested_ms
     limits = quota.limits_for(quotas_of(tenant, case.tier, world), case.grant.key_id, case.routed.model)
     counters = world.counters(case.source.partition, tenant)
-    found = quota.reserve(counters, limits, Cost(reserved_tokens(case)), now_ms)
+    found = quota.reserve(counters, limits, Cost(tokens), now_ms)
     if isinstance(found, Exceeded):
         told = quota.rates(quota.gauges(counters, limits, now_ms), now_ms)
         return Refusal(Reason.RATE_LIMITED, found.message, None, found.retry_after_ms, told)
-    gauges = quota.gauges({**counters, **found.changed}, limits, now_ms)
-    rates = quota.rates(gauges, now_ms) if gauges else None
-    detail = f"{reserved_tokens(case)} tokens reserved, {len(gauges) or 'no'} limits"
-    return case.noting("quota", PASSED, detail, reserved=found, limited=bool(gauges), rates=rates)
+    return found, quota.gauges({**counters, **found.changed}, limits, now_ms)
 
 
 def quotas_of(tenant: str, tier: str, world: World) -> tuple[Quota, ...]:
@@ -375,6 +389,7 @@ BEFORE_TOKENISING: tuple[tuple[str, Check], ...] = (
     ("grant", check_grant),
     ("validation", check_valid),
     ("route", check_route),
+    ("quota", check_room),
 )
 AFTER_TOKENISING: tuple[tuple[str, Check], ...] = (
     ("vocabulary", check_vocabulary),

@@ -5,7 +5,7 @@ above that waits or runs. The wait of a request that comes now to a worker of `s
 
     (records there - slots + 1) * time of one / slots
 
-for so many must end before its turn, and `slots` of them end in that time. Placement gives it to the worker with the least to do, so the
+for so many must end before its turn, and `slots` of them end in that time. What has ended since the report counts as gone. Placement gives it to the worker with the least to do, so the
 shortest wait of all workers is its own. It is an estimate: where nothing was measured yet there is none, and nobody is refused by it.
 """
 
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from decisions.placement import READY, STALE_MS, SeenWorker, total
 
 STARTING = "starting"
+SILENT_REPORTS = 3
+"""So many times longer than for placement a worker is believed to live, when it would be said that there is none: the log may have been away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +49,20 @@ def outlook(
 
     Without a worker that is ready the wait is that of the one that will be first; with none that starts, the start of a new one.
     """
-    seen = [each for each in workers if now_ms - each.seen_ms <= stale_ms]
-    ready = [each.report for each in seen if each.report.state == READY]
+    known = list(workers)
+    seen = [each for each in known if now_ms - each.seen_ms <= stale_ms]
+    ready = [each for each in seen if each.report.state == READY]
     if not ready:
+        if any(each.report.state == READY and now_ms - each.seen_ms <= SILENT_REPORTS * stale_ms for each in known):
+            return Outlook(0, 0, None)
         begun = [each.report.started_ms for each in seen if each.report.state == STARTING]
         left_ms = None if start_up_ms is None else max(0, min(begun, default=now_ms) + start_up_ms - now_ms)
         return Outlook(0, 0, left_ms)
     waiting, waits = 0, []
-    for report in ready:
-        slots = max(1, report.slots)
-        over = total(report, topic, ends) - slots
+    for each in ready:
+        report, slots = each.report, max(1, each.report.slots)
+        gone = int(max(0, now_ms - each.seen_ms) * slots / report.service_ms) if report.service_ms > 0 else 0
+        over = max(report.running, total(report, topic, ends) - gone) - slots
         waiting += max(0, over)
         if over < 0:
             waits.append(0)

@@ -21,7 +21,7 @@ from aiokafka.errors import (
 from aiokafka.helpers import create_ssl_context
 
 from infra.foreign_names import pass_over_foreign_names
-from infra.pacing import pace_failed_updates
+from infra.pacing import close_at_once, pace_failed_updates
 from infra.settings import KafkaSettings, SettingsError
 from schemas.topics import RECORD_MAX_BYTES
 
@@ -39,6 +39,7 @@ _REFUSED = (AuthenticationFailedError, SaslAuthenticationFailed, UnsupportedSasl
 
 pass_over_foreign_names()
 pace_failed_updates()
+close_at_once()
 
 
 def connection(settings: KafkaSettings) -> dict[str, Any]:
@@ -190,6 +191,16 @@ class Batching:
             self._heard_s = now_s
         silent = now_s - self._heard_s > SILENT_AFTER_S
         fetch_within(consumer, *((SILENT_WAIT_MS, 1) if silent else self._busy))
+
+
+async def stop_consumer(consumer: AIOKafkaConsumer) -> None:
+    """Stop a consumer for good. aiokafka's own `stop` ends as cancelled, with its connections open, when a fetch waits to be tried again."""
+    stopping = asyncio.ensure_future(consumer.stop())
+    await asyncio.wait({stopping})
+    if stopping.cancelled():
+        await consumer._client.close()  # noqa: SLF001
+    else:
+        stopping.result()
 
 
 def fetch_within(consumer: AIOKafkaConsumer, wait_ms: int, bytes_min: int = 1) -> None:

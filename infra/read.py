@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Collection
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
-from infra.kafka import make_consumer, partitions_of
+from infra.kafka import make_consumer, partitions_of, stop_consumer
 from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
@@ -81,4 +81,4 @@ async def read_to_end(
     except (KafkaError, OSError) as error:
         raise HeadraceError(Reason.UNAVAILABLE, f"the topic {topic} can't be read: {error}") from error
     finally:
-        await consumer.stop()
+        await stop_consumer(consumer)

@@ -11,7 +11,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord
 from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from infra import metrics
-from infra.kafka import fetch_within, make_consumer, unreachable
+from infra.kafka import fetch_within, make_consumer, stop_consumer, unreachable
 from infra.log import EventDecoder
 from infra.read import READ_STALL_S, Positions, assign_all, reached
 from infra.settings import KafkaSettings
@@ -103,7 +103,7 @@ class View:
     async def _close(self) -> None:
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
-            await consumer.stop()
+            await stop_consumer(consumer)
 
     async def _catch_up(self, ends: Positions) -> None:
         assert self._consumer is not None

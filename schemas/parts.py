@@ -228,7 +228,7 @@ class SavedCounter:
 
 @dataclass(frozen=True, slots=True)
 class SavedHold:
-    """What an open request holds: charged at that time, in these scopes. It must have ended at `last_ms`."""
+    """What an open request holds: charged at that time, in these scopes. It must have ended at `last_ms`; its stream is at `reply`."""
 
     request_id: str
     charged_ms: int
@@ -237,3 +237,4 @@ class SavedHold:
     running: int
     last_ms: int
     scopes: tuple[str, ...]
+    reply: Reply | None = None

@@ -20,7 +20,7 @@ from aiokafka.errors import KafkaError
 
 from decisions.accounts import Accounts
 from infra import metrics
-from infra.kafka import Batching, make_consumer
+from infra.kafka import Batching, make_consumer, stop_consumer
 from infra.log import EventDecoder, EventProducer
 from infra.read import read_to_end
 from infra.settings import KafkaSettings
@@ -36,7 +36,7 @@ FETCH_WAIT_MS = 100
 """By so much the end of a request may be heard of late; a fetch for each record would cost more than all else that is done for it."""
 FETCH_BYTES_MIN = 64 * 1024
 RETRY_S = 1.0
-LEASE_LOOK_S = 0.02
+LEASE_LOOK_S = 0.1
 
 log = structlog.get_logger("streams.accounts")
 
@@ -54,6 +54,7 @@ class _Held:
     target: int | None = None
     ours: bool = True
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    writer: str = field(default_factory=lambda: uuid.uuid4().hex)
     stale: dict[str, set[str]] = field(default_factory=dict)
 
 
@@ -68,7 +69,6 @@ class Ledgers:
         self._decoder = decoder
         self._committed: Callable[[int], int] = lambda _: 0
         self._lease: Lease | None = None
-        self._writer = uuid.uuid4().hex
         self._batching = Batching(FETCH_WAIT_MS, FETCH_BYTES_MIN)
         self._held: dict[int, _Held] = {}
         self._changed = False
@@ -130,6 +130,16 @@ class Ledgers:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(held.news.wait(), wait_s)
 
+    def current(self, partition: int, accounts: Accounts) -> bool:
+        """Whether these are still the ledgers by which a partition is decided."""
+        held = self._held.get(partition)
+        return held is not None and held.ours and held.accounts is accounts
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """What must never end while admission runs."""
+        return self._tasks
+
     def known(self, partition: int) -> Accounts | None:
         """The same without waiting: what is known of it by now."""
         held = self._held.get(partition)
@@ -175,14 +185,17 @@ class Ledgers:
     async def _restore(self, fresh: dict[int, _Held]) -> None:
         """The rows there are, of whatever writer."""
         for held in fresh.values():
-            held.accounts, held.stale = Accounts(self._tier), {}
+            held.accounts, held.stale, held.writer = Accounts(self._tier), {}, uuid.uuid4().hex
+        last: dict[tuple[int, bytes], bytes | None] = {}
         async for record in read_to_end(self._settings, self._topic, only=fresh):
+            if record.key is not None:
+                last[record.partition, record.key] = record.value
+        for (number, key), value in last.items():
             with contextlib.suppress(Undecodable):
-                row = await self._decoder.decode(record.value) if record.value is not None else None
-                held = fresh[record.partition]
-                if isinstance(row, LedgerSaved) and record.key is not None:
-                    held.accounts.restore(row)
-                    held.stale.setdefault(row.tenant, set()).add(record.key.decode(errors="replace"))
+                row = await self._decoder.decode(value) if value is not None else None
+                if isinstance(row, LedgerSaved):
+                    fresh[number].accounts.restore(row)
+                    fresh[number].stale.setdefault(row.tenant, set()).add(key.decode(errors="replace"))
         for held in fresh.values():
             held.restored = True
 
@@ -213,6 +226,10 @@ class Ledgers:
                 metrics.PASSED_OVER.labels(LIFECYCLE).inc()
             if held is None or self._held.get(partition) is not held:
                 return
+            if record.offset < held.accounts.next_offset:
+                raise RuntimeError(
+                    f"{LIFECYCLE} went back from {held.accounts.next_offset} to {record.offset}: what it told would count twice"
+                )
             held.accounts.apply(record.offset, record.timestamp, event)
         if held is not None:
             news, held.news = held.news, asyncio.Event()
@@ -221,7 +238,7 @@ class Ledgers:
     async def _close(self) -> None:
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
-            await consumer.stop()
+            await stop_consumer(consumer)
 
     # --- saving --------------------------------------------------------------------------------------------------------
 
@@ -245,20 +262,23 @@ class Ledgers:
         try:
             for group in (rows, [mark]):
                 sent = [
-                    await self._producer.send(self._topic, row, key=self._key(row), partition=partition)
+                    await self._producer.send(self._topic, row, key=_key(row, held), partition=partition)
                     for row in group
                 ]
                 await asyncio.gather(*sent)
             await self._forget_older(partition, held, [*rows, mark])
-        except HeadraceError as error:
+        except BaseException as error:
             held.accounts.unsaved(rows)
+            if not isinstance(error, HeadraceError):
+                raise
             log.warning("ledgers are not saved", partition=partition, error=error.message)
 
     async def _forget_older(self, partition: int, held: _Held, rows: list[LedgerSaved]) -> None:
         for row in rows:
-            for key in held.stale.pop(row.tenant, set()) - {self._key(row)}:
+            for key in held.stale.pop(row.tenant, set()) - {_key(row, held)}:
                 await self._producer.send_raw(self._topic, None, key.encode(), partition)
 
-    def _key(self, row: LedgerSaved) -> str:
-        """Each writer has its own row of a tenant: a former owner's late one takes the place of no newer one."""
-        return f"{row.tenant}/{self._writer}"
+
+def _key(row: LedgerSaved, held: _Held) -> str:
+    """Each writer has its own row of a tenant, and is another each time it is given the partition: a late one takes the place of no newer one."""
+    return f"{row.tenant}/{held.writer}"

@@ -163,6 +163,8 @@ class Admission:
         """Decides, and once more if the log took that too late: then the partition may be another's, which decides by itself."""
         while accounts is not None:
             case, refusal = await self._judge.decide(asked)
+            if not self._ledgers.current(asked.source.partition, accounts):
+                return  # whoever has the partition now decides
             try:
                 if refusal is None:
                     refusal = await self._admit(case, accounts, trace)
@@ -287,8 +289,7 @@ class Admission:
     async def _reply_of(self, record: Record, grant: Grant, event: InferenceCancelled) -> Reply:
         """Where the stream is that a cancel ends: where the request's own grant said, as far as is known."""
         accounts = await self._ledgers.of(record.partition)
-        _, verdict = accounts.standing(grant.tenant, event.request_id, record.offset) if accounts else (None, None)
-        return verdict.reply if isinstance(verdict, InferenceAdmitted) else grant.reply
+        return (accounts.reply_of(grant.tenant, event.request_id) if accounts is not None else None) or grant.reply
 
     async def _refuse_fault(self, intake: Intake, grant: Grant, fault: HeadraceError) -> None:
         """A record that is no event: its writer is told where his grant allows, and what nobody can tell apart is kept."""
@@ -380,10 +381,11 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
         await shell.start()
         log.info("admission runs", tier=settings.tier)
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
-        await asyncio.wait([stopping, shell.failed], return_when=asyncio.FIRST_COMPLETED)
+        watched: list[asyncio.Future[Any]] = [shell.failed, *ledgers.tasks]
+        done, _ = await asyncio.wait([stopping, *watched], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        if shell.failed.done():
-            shell.failed.result()
+        for ended in done - {stopping}:
+            ended.result()
 
 
 async def _warm(tokenizers: Tokenizers, version: ModelVersionRegistered) -> None:

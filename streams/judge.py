@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from decisions import admission as rules
 from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, Case, Refusal
@@ -39,7 +39,8 @@ class Judge:
         """What all checks say of a case. The last of them have just been made when it returns: nothing came between."""
         await self._world.meet_model(case.request.model[: rules.MESSAGE_CHARS_MAX])
         with _timed("before tokenising"):
-            case, refusal = rules.judge(case, self._world, BEFORE_TOKENISING)
+            verdict = rules.judge(case, self._world, BEFORE_TOKENISING)
+        case, refusal = await self._once_more(case, verdict, BEFORE_TOKENISING)
         if refusal is not None:
             return case, refusal
         version = case.routed
@@ -51,9 +52,11 @@ class Judge:
             return rules.refuse(case, "tokenise", Refusal(error.reason, error.message, error.param))
         with _timed("after tokenising"):
             verdict = rules.judge(case, self._world, AFTER_TOKENISING)
-        return await self._once_more(case, verdict)
+        return await self._once_more(case, verdict, AFTER_TOKENISING)
 
-    async def _once_more(self, case: Case, verdict: rules.Verdict) -> rules.Verdict:
+    async def _once_more(
+        self, case: Case, verdict: rules.Verdict, checks: Iterable[tuple[str, rules.Check]]
+    ) -> rules.Verdict:
         """Judged again, for a while, if only what runs is in the way: who asks right after an answer is faster than the log tells its ending.
 
         Few wait so, and fewer of one tenant: a flood is refused at once.
@@ -74,7 +77,7 @@ class Judge:
                 self._waiting[tenant] -= 1
                 if not self._waiting[tenant]:
                     del self._waiting[tenant]
-            verdict = rules.judge(case, self._world, AFTER_TOKENISING)
+            verdict = rules.judge(case, self._world, checks)
         return verdict
 
     async def tokenise(self, case: Case, version: ModelVersionRegistered) -> Case:

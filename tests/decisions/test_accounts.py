@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from decisions import accounts as rules
 from decisions.accounts import LAPSE_MS, RECALLED_RECORDS, TOLD_MAX, Accounts, Standing
 from decisions.ledger import Cost, Unit, Window
@@ -163,15 +165,15 @@ def test_a_refusal_of_another_partition_doesnt_hold_back_where_reading_starts() 
     assert accounts.save(1, NOW)[-1].start == RECALLED_RECORDS + 8
 
 
-def test_of_other_tiers_only_endings_count() -> None:
-    """A request may be cancelled through another tier's topic; its id is the same."""
+def test_nothing_of_other_tiers_counts() -> None:
+    """The same id may be asked on another tier, for little: what ends there gives nothing back here."""
     accounts = told(admitted(R, tier=BATCH), rejected(R, tier=BATCH), ending("r", 5, tier=BATCH))
     assert in_all(accounts) == NOTHING
     assert accounts.standing("acme", "r", 0) == (Standing.NEW, None)
     tell(accounts, admitted(R), rejected(R, tier=BATCH))
     assert in_all(accounts) == RUNS
     tell(accounts, ending("r", 5, tier=BATCH))
-    assert in_all(accounts) == (0, 0, 1, 5)
+    assert in_all(accounts) == RUNS
 
 
 def test_records_of_other_kinds_only_move_on() -> None:
@@ -369,13 +371,51 @@ def test_a_row_without_its_mark_holds_and_the_rest_is_read() -> None:
     assert in_all(back) == (0, 0, 1, 50)
 
 
-def test_a_tenant_without_a_row_had_nothing_below_the_mark() -> None:
+def test_of_a_tenant_without_a_row_all_that_is_read_counts() -> None:
     mark = LedgerSaved("", INTERACTIVE, 5, NOW, 3)
     back = restored([mark])
     assert back.start == 3
     tell(back, admitted(R, 0), None, admitted(Q, 1), first=3)
-    assert in_all(back) == (1, 5, 1, 5)
+    assert in_all(back)[0] == 2
     assert back.standing("acme", "r", 0) == (Standing.REDELIVERED, admitted(R, 0))
+
+
+def test_a_tenant_with_more_open_than_a_record_takes_is_read_from_its_last_row_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("decisions.accounts.OPEN_SAVED_MAX", 1)
+    accounts = told(None, admitted(R, 0), first=5)
+    small = accounts.save(9, NOW)
+    assert [row.tenant for row in small] == ["acme", ""]
+    tell(accounts, admitted(Q, 1), first=7)
+    tell(accounts, None, first=7 + 2 * RECALLED_RECORDS)
+    (mark,) = accounts.save(9, NOW)
+    assert (mark.through, mark.start) == (8 + 2 * RECALLED_RECORDS, 7)
+    back = restored([small[0], mark])
+    tell(back, admitted(Q, 1), first=7)
+    assert in_all(back) == in_all(accounts)
+    tell(accounts, ending("q", 5), first=8 + 2 * RECALLED_RECORDS)
+    assert [row.tenant for row in accounts.save(9, NOW)] == ["acme", ""]
+
+
+def test_where_a_stream_is_is_known_while_it_is_open() -> None:
+    accounts = told(admitted(R))
+    here = admitted(R).reply
+    assert accounts.reply_of("acme", "r") == here
+    back = restored(accounts.save(9, NOW))
+    assert back.reply_of("acme", "r") == here
+    assert back.reply_of("acme", "nobody's") is None
+    assert back.reply_of("nobody", "r") is None
+
+
+def test_what_the_log_took_too_late_is_void() -> None:
+    late = replace(admitted(R), valid_until_ms=NOW - 1)
+    accounts = Accounts(INTERACTIVE)
+    accounts.apply(0, NOW, late)
+    assert in_all(accounts) == NOTHING
+    assert accounts.standing("acme", "r", 0) == (Standing.NEW, None)
+    accounts.apply(1, NOW, replace(late, valid_until_ms=NOW))
+    assert in_all(accounts) == RUNS
 
 
 def test_rows_of_other_tiers_are_passed_over() -> None:

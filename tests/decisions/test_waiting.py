@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from decisions.admission import Case, Refusal, check_deadline, check_wait
 from decisions.placement import STALE_MS
-from decisions.waiting import Outlook, outlook
+from decisions.waiting import SILENT_REPORTS, Outlook, outlook
 from schemas.reasons import Reason
 from tests.decisions.worlds import NOW, WORK, FakeWorld, Seen, case, worker
 
@@ -42,13 +42,25 @@ def test_without_a_measured_time_nothing_is_predicted() -> None:
 
 
 def test_without_a_ready_worker_it_is_the_start_of_one() -> None:
-    gone = worker("a", {0: 0}, seen_ms=NOW - STALE_MS - 1, service_ms=1)
+    gone = worker("a", {0: 0}, seen_ms=NOW - SILENT_REPORTS * STALE_MS - 1, service_ms=1)
     assert seen([gone]) == Outlook(0, 0, None)
     assert seen([gone], start_up_ms=60_000).wait_ms == 60_000
     starting = worker("b", {}, state="starting", started_ms=NOW - 45_000)
     late = worker("c", {}, state="starting", started_ms=NOW - 5_000)
     assert seen([gone, late, starting], start_up_ms=60_000).wait_ms == 15_000
     assert seen([worker("b", {}, state="starting", started_ms=NOW - 90_000)], start_up_ms=60_000).wait_ms == 0
+
+
+def test_a_worker_that_has_just_fallen_silent_may_live() -> None:
+    """The log may have been away; nobody is told that there is none before it had time to report."""
+    silent = worker("a", {0: 0}, seen_ms=NOW - STALE_MS - 1, service_ms=1)
+    assert seen([silent], start_up_ms=60_000) == Outlook(0, 0, None)
+
+
+def test_what_has_ended_since_the_report_is_gone() -> None:
+    old = worker("a", {0: 0}, slots=4, service_ms=50, seen_ms=NOW - 900)
+    assert seen([old], {0: 72}) == Outlook(1, 0, 0)
+    assert seen([worker("a", {0: 0}, slots=4, running=4, service_ms=50, seen_ms=NOW - 900)], {0: 72}).wait_ms == 13
 
 
 @given(st.integers(1, 64), st.integers(0, 500), st.floats(1, 10_000))
@@ -100,9 +112,16 @@ def test_a_pool_at_zero_takes_what_outlives_its_start(start_up_ms: int | None, a
         assert (found.reason, found.retry_after_ms) == (Reason.NO_WORKER, 55_000)
 
 
+def test_a_long_queue_is_in_nobodys_way_who_finds_a_free_worker() -> None:
+    two = FakeWorld(
+        seen=[worker("a", {0: 0}, slots=1, service_ms=1_000), worker("b", {1: 0}, slots=1)], ends={(WORK, 0): 30}
+    )
+    assert isinstance(checked(two, max_queue_depth={"interactive": 10}), Case)
+
+
 def test_a_queue_has_its_depth_by_tier() -> None:
     assert isinstance(checked(world(3), 100_000, max_queue_depth={"interactive": 3}), Case)
     refusal = checked(world(4), 100_000, max_queue_depth={"interactive": 3, "batch": 9})
     assert isinstance(refusal, Refusal)
-    assert (refusal.reason, refusal.param, refusal.retry_after_ms) == (Reason.OVERLOADED, "model", 4_000)
+    assert (refusal.reason, refusal.param, refusal.retry_after_ms) == (Reason.OVERLOADED, "model", 1_000)
     assert isinstance(checked(world(4), 100_000, max_queue_depth={"batch": 1}), Case)

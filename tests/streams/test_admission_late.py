@@ -98,6 +98,9 @@ class Books:
         self._asked += 1
         return None if self._goes and self._asked > 1 else self.accounts
 
+    def current(self, _partition: int, accounts: Accounts) -> bool:
+        return accounts is self.accounts
+
 
 async def handled(producer: Producer, books: Books) -> None:
     settings, lease = AdmissionSettings(grant_secret=SECRET), Lease(SESSION_MS, lambda: NOW)
