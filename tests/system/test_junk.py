@@ -20,6 +20,7 @@ from infra.settings import KafkaSettings
 from schemas.codec import encode
 from schemas.events import InferenceCancelled, InferenceRequested, Message, RecordDeadLettered, WorkerReported
 from schemas.ids import request_id
+from schemas.topics import TIERS, ledger_topic
 from tests.system.audit import Audit, Mark
 from tests.system.callers import Load
 from tests.system.fixtures_models import BUSY
@@ -42,7 +43,7 @@ JUNK: tuple[bytes | None, ...] = (
     b'{"type":' * 20_000,
     b"null",
 )
-COMPACTED = ("workers", "tenants", "schemas")
+COMPACTED = ("workers", "tenants", "schemas", *(ledger_topic(tier) for tier in TIERS))
 PASSED_OVER = ("workers", "tenants", "registry", "control")
 """Read into memory by many processes: each passes junk over and counts it."""
 
