@@ -88,6 +88,34 @@ async def test_a_killed_worker_costs_a_pause_and_nothing_else(kafka: KafkaSettin
     assert [read.text for read in reads[3:]] == ["later 0", "later 1", "later 2"]
 
 
+async def test_choices_scores_stops_and_limits_hold_across_the_break(kafka: KafkaSettings, tmp_path: Path) -> None:
+    """The break comes in the middle of a stop string, when its first half is held back."""
+    script = {"tokens": ["abc", "DEF", "G", "HI", "J", "never"], "token_ms": 1_500}
+    async with open_lane(kafka, slots=3) as lane:
+        with process(lane, tmp_path) as child:
+            stops = await lane.ask(script, sampling=Sampling(max_tokens=100, n=2, logprobs=1, stop=("DEFGHIJ",)))
+            short = await lane.ask(script, sampling=Sampling(max_tokens=9))
+            for rid, accepted in ((stops, 14), (short, 7)):
+                await lane.until_tokens(rid, accepted)
+            os.killpg(child.pid, signal.SIGKILL)
+            async with lane.worker():
+                stopped, cut = await lane.until_closed(stops, short)
+    for read in (stopped, cut):
+        assert isinstance(read.ending, InferenceCompleted)
+        assert len(read.starts) == 2
+        assert min(read.starts[1].from_tokens) >= 7
+    assert stopped.texts == {0: "abc", 1: "abc"}
+    assert isinstance(stopped.ending, InferenceCompleted) and isinstance(cut.ending, InferenceCompleted)
+    assert [(end.finish_reason, end.stop_reason, end.total) for end in stopped.ending.choices] == [
+        ("stop", "DEFGHIJ", 10)
+    ] * 2
+    assert stopped.ending.usage.completion_tokens == 20
+    chunks = [event for event in stopped.counted if isinstance(event, TokensGenerated)]
+    assert all(chunk.logprobs is not None and len(chunk.logprobs) == len(chunk.token_ids) for chunk in chunks)
+    assert cut.text == "abcDEFGHI"
+    assert [(end.finish_reason, end.total) for end in cut.ending.choices] == [("length", 9)]
+
+
 async def test_finished_work_above_an_open_record_is_not_answered_twice(kafka: KafkaSettings, tmp_path: Path) -> None:
     """One partition: the first job is slow, the others instant; the worker is killed in the middle of the first."""
     async with open_lane(kafka) as lane:
