@@ -25,9 +25,11 @@ from cli.records import Read
 from cli.registry import DEFAULT_TIERS, add_key, ensure_all, new_key, new_tenant, now_ms, write_tenant
 from cli.timeline import Timeline, build
 from infra import ports
+from infra.directory import WorkerDirectory
 from infra.models_file import ModelEntry
 from infra.settings import KafkaSettings, grant_secret
 from infra.supervisor import ChildSpec, Supervisor
+from schemas.events import WorkerReported
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "scripted"
@@ -171,6 +173,19 @@ class RunningStack:
             client.close()
         self.thread.run(self.supervisor.stop_all())
         self.thread.close()
+
+    def reports(self, model: str) -> list[WorkerReported]:
+        """What the workers of a model last told of themselves, the newest last."""
+
+        async def look() -> list[WorkerReported]:
+            directory = WorkerDirectory(self.kafka)
+            await directory.start()
+            try:
+                return [seen.report for seen in sorted(directory.serving(model, "1"), key=lambda seen: seen.seen_ms)]
+            finally:
+                await directory.stop()
+
+        return self.thread.run(look())
 
     # --- hurting ------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from infra.directory import WorkerDirectory
 from tests.system.audit import Audit
 from tests.system.callers import Load
 from tests.system.fixtures_models import SESSION_MS
@@ -17,26 +16,16 @@ DRAIN_MS = 200
 """Much shorter than an answer."""
 
 
-def holds_partitions(stack: RunningStack) -> bool:
+def holds_partitions(stack: RunningStack, model: str) -> bool:
     """Whether the worker that will leave has told of its share, so that it is given some of the calls."""
-
-    async def look() -> bool:
-        directory = WorkerDirectory(stack.kafka)
-        await directory.start()
-        try:
-            found = directory.worker(LEAVER)
-            return found is not None and bool(found.report.partitions)
-        finally:
-            await directory.stop()
-
-    return stack.thread.run(look())
+    return any(report.partitions for report in stack.reports(model) if report.worker_id == LEAVER)
 
 
 def test_a_worker_that_stops_hands_its_answers_over(stack: RunningStack, busy: str) -> None:
     env = {"HEADRACE_WORKER_SESSION_TIMEOUT_MS": str(SESSION_MS), "HEADRACE_WORKER_DRAIN_MS": str(DRAIN_MS)}
     stack.add(LEAVER, "worker", busy, "1", HEADRACE_WORKER_WORKER_ID=LEAVER, **env)
     stack.await_ready(LEAVER)
-    stack.until(lambda: holds_partitions(stack))
+    stack.until(lambda: holds_partitions(stack, busy))
     audit = Audit(stack)
     load = Load(stack, busy, calls=CALLS, tokens=50, token_ms=200)
     load.until_flowing(CALLS // 2)

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 
-from infra.directory import WorkerDirectory
 from tests.system.asking import BOTH, CHAT, STREAMED, assert_served, body_of, call
 from tests.system.audit import Audit, Story
 from tests.system.fixtures_models import NARROW
@@ -66,30 +65,7 @@ def story_of(audit: Audit, caller: Caller) -> Story | None:
 
 def running(stack: RunningStack, model: str) -> int:
     """How many requests the model's worker says it runs."""
-
-    async def look() -> int:
-        directory = WorkerDirectory(stack.kafka)
-        await directory.start()
-        try:
-            return max(directory.serving(model, "1"), key=lambda seen: seen.seen_ms).report.running
-        finally:
-            await directory.stop()
-
-    return stack.thread.run(look())
-
-
-def service_ms(stack: RunningStack, model: str) -> float:
-    """How long requests take on the model's worker, as it says."""
-
-    async def look() -> float:
-        directory = WorkerDirectory(stack.kafka)
-        await directory.start()
-        try:
-            return max(directory.serving(model, "1"), key=lambda seen: seen.seen_ms).report.service_ms
-        finally:
-            await directory.stop()
-
-    return stack.thread.run(look())
+    return stack.reports(model)[-1].running
 
 
 @pytest.fixture
@@ -166,7 +142,7 @@ def test_a_call_that_would_wait_beyond_its_deadline_is_refused_at_once(stack: Ru
     for _ in range(2):
         assert call(stack, CHAT, body_of(CHAT, script(tokens=["x"], sleep_ms=4_000), NARROW)).status == 200
     first = Caller(stack, CHAT, NARROW, stream=True, tokens=["x"], repeat=4000, token_ms=15)
-    stack.until(lambda: first.lines >= 3 and service_ms(stack, NARROW) > 200)
+    stack.until(lambda: first.lines >= 3 and stack.reports(NARROW)[-1].service_ms > 200)
     refused = call(stack, CHAT, body_of(CHAT, "hopeless", NARROW, timeout=0.2))
     assert (refused.status, refused.error and refused.error["code"]) == (503, "overloaded")
     assert "can't begin before the deadline" in (refused.error or {})["message"]
