@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from decisions.quota import headers
-from schemas.events import Rate, Rates
+from decisions.quota import headers, tightest
+from schemas.events import Rates
 
 RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{unit}" for unit in ("requests", "tokens") for what in ("limit", "remaining", "reset")
@@ -19,12 +19,10 @@ def least(told: Iterable[Rates | None]) -> Rates | None:
     known = [rates for rates in told if rates is not None]
     if not known:
         return None
-    return Rates(_least(rates.requests for rates in known), _least(rates.tokens for rates in known))
-
-
-def _least(rates: Iterable[Rate | None]) -> Rate | None:
-    known = [rate for rate in rates if rate is not None]
-    return min(known, key=lambda rate: (rate.remaining, -rate.reset_ms), default=None)
+    return Rates(
+        tightest(rates.requests for rates in known if rates.requests is not None),
+        tightest(rates.tokens for rates in known if rates.tokens is not None),
+    )
 
 
 def rate_headers(told: Rates | None) -> dict[str, str]:

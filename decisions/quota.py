@@ -229,7 +229,12 @@ def rates(measured: Sequence[Gauge], now_ms: int) -> Rates:
 def _tightest(measured: Iterable[Gauge], unit: Unit, now_ms: int) -> Rate | None:
     counted = [gauge for gauge in measured if gauge.kind.unit is unit and gauge.kind.window is not None]
     found = [Rate(gauge.limit, gauge.remaining, gauge.wait_ms(gauge.limit, now_ms) or 0) for gauge in counted]
-    return min(found, key=lambda rate: (rate.remaining, -rate.reset_ms), default=None)
+    return tightest(found)
+
+
+def tightest(known: Iterable[Rate]) -> Rate | None:
+    """The one with the least left, and of those the one that takes longest to be free; None of none."""
+    return min(known, key=lambda rate: (rate.remaining, -rate.reset_ms), default=None)
 
 
 def headers(told: Rates) -> dict[str, str]:

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any
 
 import structlog
-from aiokafka import AIOKafkaProducer
+from aiokafka import AIOKafkaProducer, ConsumerRecord
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 from aiokafka.structs import RecordMetadata
 
+from infra import metrics
 from infra.kafka import make_producer, unreachable
 from infra.reach import silence
 from infra.read import Positions, read_to_end
@@ -361,6 +362,14 @@ class EventDecoder:
         except UnknownSchema as unknown:
             await self._look_up(unknown.fingerprint)
         return self.codec.decode(value)
+
+    async def decode_or_pass_over(self, record: ConsumerRecord) -> Event | None:
+        """The event of a record; None, counted, for one that is no event of ours. Raises HeadraceError as `decode`."""
+        try:
+            return await self.decode(record.value)
+        except Undecodable:
+            metrics.PASSED_OVER.labels(record.topic).inc()
+            return None
 
     async def _look_up(self, fingerprint: str) -> None:
         """Learn what is new in the topic; a fingerprint that isn't there is not looked for again for a while."""

@@ -19,7 +19,6 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
 from decisions.accounts import Accounts
-from infra import metrics
 from infra.kafka import Batching, make_consumer, stop_consumer
 from infra.log import EventDecoder, EventProducer
 from infra.read import read_to_end
@@ -219,11 +218,7 @@ class Ledgers:
     async def _take(self, partition: int, records: Iterable[ConsumerRecord]) -> None:
         held = self._held.get(partition)
         for record in records:
-            try:
-                event: object = await self._decoder.decode(record.value)
-            except Undecodable:
-                event = None
-                metrics.PASSED_OVER.labels(LIFECYCLE).inc()
+            event = await self._decoder.decode_or_pass_over(record)
             if held is None or self._held.get(partition) is not held:
                 return
             if record.offset < held.accounts.next_offset:

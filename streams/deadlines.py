@@ -24,7 +24,6 @@ from infra.log import EventDecoder, EventProducer, NoSuchPartition
 from infra.reach import until_reached
 from infra.settings import LifecycleSettings
 from infra.telemetry import OpsServer
-from schemas.errors import Undecodable
 from schemas.topics import CONTROL, HOUR_MS, LIFECYCLE, SCHEMAS, TOKENS
 from streams.outbox import Outgoing, deliver, reply_to
 from streams.writes import Writes
@@ -108,11 +107,7 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
         """What `lifecycle` tells of requests. A record that can't be read is passed over: it is no event of ours."""
         held = self._held.get(partition)
         for record in records:
-            try:
-                event: object = await self._decoder.decode(record.value)
-            except Undecodable:
-                event = None
-                metrics.PASSED_OVER.labels(LIFECYCLE).inc()
+            event = await self._decoder.decode_or_pass_over(record)
             if held is None or self._held.get(partition) is not held:
                 return
             held.watch.apply(record.offset, record.timestamp, event)
