@@ -14,21 +14,26 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
 
 from decisions import ledger
-from decisions.ledger import Charges, Cost, Counter, Counters, Hold
+from decisions.idempotency import KeyIndex
+from decisions.ledger import Cost, Counter, Counters, Hold
+from decisions.ledger_rows import Open, Row, counter_of, open_of
+from decisions.queues import Queues
+from decisions.queues import pool as pool_of
 from decisions.quota import Reserved
 from schemas.events import (
     InferenceAdmitted,
     InferenceCompleted,
     InferenceFailed,
     InferenceRejected,
+    InferenceStarted,
     LedgerSaved,
     Position,
     Reply,
-    SavedCounter,
-    SavedHold,
 )
+from schemas.quick import quick
 from schemas.topics import HOUR_MS, requests_topic
 
 LAPSE_MS = 2 * HOUR_MS
@@ -38,6 +43,9 @@ RECALLED_RECORDS = 10_000
 admission. A newcomer reads them all, so there are not more."""
 OPEN_SAVED_MAX = 20_000
 """Open requests of one tenant that its row has room for: a megabyte."""
+SAVED_AGAIN_MS, SAVED_AGAIN_MS_MAX = 20, 20_000
+"""A tenant's row is this much older for each request that it has open before it is written again, and no more than so much: a large row costs more
+than the reading that it spares."""
 TOLD_MAX = 200_000
 """Decisions of one partition that are kept because their records may come again; of more, the oldest is forgotten."""
 
@@ -56,9 +64,10 @@ class Standing(StrEnum):
     REPEATED = "repeated"
     """Another record with this id was decided: that one's stream is its answer."""
     ENDED = "ended"
-    """Its stream was ended before it was decided (a cancel was faster): nobody hears any more, and nothing is to be done."""
+    """Its stream has ended, by its own work or before it was decided (a cancel was faster): nothing is to be done."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Taken:
     """What a request reserves that was let in here."""
@@ -67,15 +76,7 @@ class Taken:
     admitted: InferenceAdmitted
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """`last_ms`: when it must have ended, its time limit after its deadline. `reply`: where its stream is."""
-
-    hold: Hold
-    last_ms: int
-    reply: Reply | None
-
-
+@quick
 @dataclass(frozen=True, slots=True)
 class _Told:
     """A verdict, the offset of its record, the record that it was about, and whether its ending is told, too."""
@@ -86,6 +87,7 @@ class _Told:
     ended: bool = False
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class _Stray:
     """An ending whose admission isn't told: the offset of its record, and what was used."""
@@ -96,15 +98,16 @@ class _Stray:
 
 @dataclass(slots=True)
 class _Tenant:
-    """`through`: the records below that offset are in the row it came from, 0 if it had none; `saved`: those in its newest row.
+    """`through`: the records below that offset are in the row it came from, 0 if it had none; `saved`: those in its newest row, of `saved_ms`.
 
     `open` is told by the log; `pending` was decided here and isn't yet.
     """
 
     through: int = 0
     saved: int = 0
+    saved_ms: int = 0
     counters: dict[str, Counter] = field(default_factory=dict)
-    open: dict[str, _Open] = field(default_factory=dict)
+    open: dict[str, Open] = field(default_factory=dict)
     pending: dict[str, Taken] = field(default_factory=dict)
 
 
@@ -112,17 +115,23 @@ class Accounts:
     """See the module. First `restore` every row there is, then `apply` the records of `lifecycle` from `start` on."""
 
     def __init__(self, tier: str) -> None:
-        """The ledgers of one tier: what the partition tells of others is passed over."""
+        """The ledgers of one tier: what the partition tells of others is passed over.
+
+        Attributes:
+            keys: under which keys requests were let in, as far as the records applied tell it.
+        """
         self._tier = tier
+        self.keys = KeyIndex(tier)
         self._source = requests_topic(tier)
         self._tenants: dict[str, _Tenant] = {}
-        self._mark = LedgerSaved("", tier, 0, 0)
+        self._mark = Row("", tier, 0, 0)
         self._next = 0
         self._now_ms = 0
         self._told: OrderedDict[Key, _Told] = OrderedDict()
         self._strays: OrderedDict[Key, _Stray] = OrderedDict()
         self._partition: int | None = None
         self._unsaved: set[str] = set()
+        self.queues = Queues()
 
     # --- coming back ---------------------------------------------------------------------------------------------------
 
@@ -131,14 +140,20 @@ class Accounts:
         if row.tier != self._tier:
             return
         if not row.tenant:
-            self._mark = max(self._mark, row, key=lambda mark: (mark.through, mark.start))
+            mark = Row("", row.tier, row.through, row.saved_ms, row.start)
+            self._mark = max(self._mark, mark, key=lambda mark: (mark.through, mark.start))
         elif row.tenant not in self._tenants or row.through > self._tenants[row.tenant].through:
             self._tenants[row.tenant] = _Tenant(
                 row.through,
                 row.through,
-                {saved.scope: _counter(saved) for saved in row.counters},
-                {saved.request_id: _open(saved) for saved in row.open},
+                row.saved_ms,
+                {saved.scope: counter_of(saved) for saved in row.counters},
+                {saved.request_id: open_of(saved) for saved in row.open},
             )
+            self.queues.forget(row.tenant)
+            for saved in row.open:
+                if not saved.begun:
+                    self.queues.add(saved.pool, row.tenant, saved.request_id)
 
     @property
     def start(self) -> int:
@@ -161,10 +176,15 @@ class Accounts:
         match event:
             case InferenceAdmitted() if event.tier == self._tier and not is_void(event, timestamp_ms):
                 self._admitted(offset, event)
+                self.keys.admitted(event)
             case InferenceRejected() if event.tier == self._tier:
                 self._rejected(offset, event)
+            case InferenceStarted() if event.tier == self._tier:
+                self._begun(offset, event)
             case InferenceCompleted() | InferenceFailed() if event.tier == self._tier:
                 self._ended(offset, event)
+                if isinstance(event, InferenceFailed):
+                    self.keys.failed(event.tenant, event.request_id, event.reason)
             case _:
                 return
 
@@ -182,9 +202,12 @@ class Accounts:
             return
         self._unsaved.add(event.tenant)
         taken = _pop_pending(tenant, event)
+        served_by = pool_of(event)
         if not counts or event.request_id in tenant.open:
             if taken is not None:
                 tenant.counters.update(ledger.withdraw(tenant.counters, taken.hold))
+            if event.request_id not in tenant.open:
+                self.queues.remove(served_by, event.tenant, event.request_id)
             return
         if taken is not None:
             hold = taken.hold
@@ -193,8 +216,10 @@ class Accounts:
             tenant.counters.update(changed)
         if (stray := self._strays.pop(key, None)) is not None:
             tenant.counters.update(ledger.settle(tenant.counters, hold, stray.tokens))
+            self.queues.remove(served_by, event.tenant, event.request_id)
         else:
-            tenant.open[event.request_id] = _Open(hold, _last_ms(event), event.reply)
+            tenant.open[event.request_id] = Open(hold, _last_ms(event), event.reply, served_by)
+            self.queues.add(served_by, event.tenant, event.request_id)
 
     def _rejected(self, offset: int, event: InferenceRejected) -> None:
         """What its record holds is given back. What another record with its id holds isn't: whoever asks may make up an id."""
@@ -206,21 +231,37 @@ class Accounts:
         told = self._told.get(key)
         if (taken := _pop_pending(tenant, event)) is not None:
             tenant.counters.update(ledger.withdraw(tenant.counters, taken.hold))
+            if event.request_id not in tenant.open:
+                self.queues.remove(pool_of(taken.admitted), event.tenant, event.request_id)
         if told is not None and isinstance(told.verdict, InferenceAdmitted):
             if told.source != source or told.ended:
                 return
             self._told[key] = _Told(event, told.offset, source)
+            self.keys.free(*key)
             if offset >= tenant.through and (opened := tenant.open.pop(event.request_id, None)) is not None:
+                self.queues.remove(opened.pool, event.tenant, event.request_id)
                 self._unsaved.add(event.tenant)
                 tenant.counters.update(ledger.withdraw(tenant.counters, opened.hold))
         elif self._is_news(key, source):
             self._note(key, _Told(event, offset, source))
+
+    def _begun(self, offset: int, event: InferenceStarted) -> None:
+        """It has a slot, so it waits no longer. May be told before its admission: then it counts as waiting until it ends."""
+        tenant = self._tenants.get(event.tenant)
+        if tenant is None or offset < tenant.through:
+            return
+        opened = tenant.open.get(event.request_id)
+        if opened is not None and not opened.begun:
+            tenant.open[event.request_id] = replace(opened, begun=True)
+            self.queues.remove(opened.pool, event.tenant, event.request_id)
+            self._unsaved.add(event.tenant)
 
     def _ended(self, offset: int, event: InferenceCompleted | InferenceFailed) -> None:
         """Of this tier alone: the same id may be asked on another, and what ends there was charged there."""
         tenant, key = self._tenants.get(event.tenant), (event.tenant, event.request_id)
         opened = tenant.open.pop(event.request_id, None) if tenant is not None and offset >= tenant.through else None
         if tenant is not None and opened is not None:
+            self.queues.remove(opened.pool, event.tenant, event.request_id)
             self._unsaved.add(event.tenant)
             tenant.counters.update(ledger.settle(tenant.counters, opened.hold, used_tokens(event)))
         told = self._told.get(key)
@@ -253,6 +294,8 @@ class Accounts:
             return Standing.REDELIVERED if same else Standing.REPEATED, taken.admitted
         if told is not None:
             same = told.source.offset == source_offset
+            if same and told.ended:
+                return Standing.ENDED, told.verdict
             # Of two refused with one id, the earlier was decided before.
             earlier = isinstance(told.verdict, InferenceRejected) and source_offset < told.source.offset
             return Standing.REDELIVERED if same or earlier else Standing.REPEATED, told.verdict
@@ -274,6 +317,14 @@ class Accounts:
         known = self._tenants.get(tenant)
         return known.counters if known is not None else {}
 
+    def open_requests(self, tenant: str, pool: str) -> int:
+        """How many of a tenant's requests in a pool are let in and haven't ended."""
+        known = self._tenants.get(tenant)
+        if known is None:
+            return 0
+        told = sum(opened.pool == pool for opened in known.open.values())
+        return told + sum(pool_of(taken.admitted) == pool for taken in known.pending.values())
+
     def tenants(self) -> Mapping[str, Counters]:
         """The same for every tenant of which anything is known."""
         return {name: tenant.counters for name, tenant in self._tenants.items()}
@@ -283,70 +334,78 @@ class Accounts:
         tenant = self._tenant(admitted.tenant)
         tenant.counters.update(reserved.changed)
         tenant.pending[admitted.request_id] = Taken(reserved.hold, admitted)
+        self.queues.add(pool_of(admitted), admitted.tenant, admitted.request_id)
 
     def withdraw(self, admitted: InferenceAdmitted) -> None:
         """A request that was let in is refused after all, or was never told: it has used up nothing. Once it is told, its record counts."""
         tenant = self._tenant(admitted.tenant)
         if (taken := tenant.pending.pop(admitted.request_id, None)) is not None:
             tenant.counters.update(ledger.withdraw(tenant.counters, taken.hold))
+            self.queues.remove(pool_of(admitted), admitted.tenant, admitted.request_id)
 
     # --- rows ----------------------------------------------------------------------------------------------------------
 
-    def save(self, committed: int, saved_ms: int) -> list[LedgerSaved]:
+    def save(self, committed: int, saved_ms: int, *, last: bool = False) -> list[Row]:
         """The rows of the tenants that changed, and last the mark of the partition. They are to be written in this order.
 
-        A tenant with more open requests than a record takes has its row later; until then a newcomer reads on from its last one.
+        A tenant with more open requests than a record takes has its row later, and so has one whose last row is young for its size, unless this is
+        to be the last time; until then a newcomer reads on from its last one.
 
         `committed` is the offset of the requests to be read next after a crash: what was decided of those below is needed no more.
         """
         if not self._next:
             return []
-        self._told = OrderedDict(
-            (key, told) for key, told in self._told.items() if self._may_come_again(told, committed)
-        )
+        self._forget_told(committed)
         self._lapse()
-        large = {name for name in self._unsaved if len(self._tenants[name].open) > OPEN_SAVED_MAX}
-        rows = [self._row(name, saved_ms) for name in sorted(self._unsaved - large)]
-        self._unsaved = large
-        needed = [self._tenants[name].saved for name in large]
-        needed += [told.offset for told in self._told.values()] + [stray.offset for stray in self._strays.values()]
-        before, self._mark = self._mark, LedgerSaved("", self._tier, self._next, saved_ms, min([self._next, *needed]))
+        later = {name for name in self._unsaved if self._waits(self._tenants[name], saved_ms, last=last)}
+        rows = [self._row(name, saved_ms) for name in sorted(self._unsaved - later)]
+        self._unsaved = later
+        needed = [self._tenants[name].saved for name in later]
+        needed += [told.offset for told in islice(self._told.values(), 1)]  # they are in the order of their offsets
+        needed += [stray.offset for stray in self._strays.values()]
+        before, self._mark = self._mark, Row("", self._tier, self._next, saved_ms, min([self._next, *needed]))
         news = rows or (before.through, before.start) != (self._mark.through, self._mark.start)
         return [*rows, self._mark] if news else []
 
-    def _may_come_again(self, told: _Told, committed: int) -> bool:
-        """The record itself, if it is uncommitted and in this partition, or what was told of it."""
-        here = self._partition in (None, told.source.partition)
-        return (here and told.source.offset >= committed) or told.offset >= self._next - RECALLED_RECORDS
+    def _waits(self, tenant: _Tenant, saved_ms: int, *, last: bool) -> bool:
+        """Whether a tenant's row isn't written this time."""
+        again_ms = tenant.saved_ms + min(len(tenant.open) * SAVED_AGAIN_MS, SAVED_AGAIN_MS_MAX)
+        return len(tenant.open) > OPEN_SAVED_MAX or (tenant.saved > 0 and not last and saved_ms < again_ms)
 
-    def unsaved(self, rows: list[LedgerSaved]) -> None:
+    def _forget_told(self, committed: int) -> None:
+        """What can't come again: its record is committed, or another partition's, and what was told of it is long past."""
+        gone = []
+        for key, told in self._told.items():
+            if told.offset >= self._next - RECALLED_RECORDS:
+                break  # as all that follow: they are in the order of their offsets
+            if self._partition not in (None, told.source.partition) or told.source.offset < committed:
+                gone.append(key)
+        for key in gone:
+            del self._told[key]
+
+    def unsaved(self, rows: list[Row]) -> None:
         """These rows were not written: the next `save` brings their tenants again."""
         for row in rows:
             if row.tenant:
                 self._unsaved.add(row.tenant)
                 self._tenants[row.tenant].saved = 0  # nobody knows which of them the log has
 
-    def _row(self, name: str, saved_ms: int) -> LedgerSaved:
+    def _row(self, name: str, saved_ms: int) -> Row:
         tenant = self._tenants[name]
-        tenant.saved = self._next
+        tenant.saved, tenant.saved_ms = self._next, saved_ms
         counters = dict(tenant.counters)
         for taken in tenant.pending.values():  # the log doesn't say so yet
             counters.update(ledger.withdraw(counters, taken.hold))
-        return LedgerSaved(
-            name,
-            self._tier,
-            self._next,
-            saved_ms,
-            counters=tuple(_saved(scope, counter) for scope, counter in sorted(counters.items())),
-            open=tuple(_held(request_id, opened) for request_id, opened in tenant.open.items()),
-        )
+        return Row(name, self._tier, self._next, saved_ms, 0, tuple(counters.items()), tuple(tenant.open.items()))
 
     def _lapse(self) -> None:
         """A reservation whose ending can't come any more is charged in full. Every request gets an ending: this is for a log that lost one."""
         for name, tenant in self._tenants.items():
             gone = [key for key, opened in tenant.open.items() if opened.last_ms + LAPSE_MS <= self._now_ms]
             for request_id in gone:
-                hold = tenant.open.pop(request_id).hold
+                opened = tenant.open.pop(request_id)
+                self.queues.remove(opened.pool, name, request_id)
+                hold = opened.hold
                 tenant.counters.update(ledger.settle(tenant.counters, hold, hold.cost.tokens))
                 self._unsaved.add(name)
 
@@ -363,8 +422,8 @@ def is_void(event: InferenceAdmitted, told_ms: int) -> bool:
 
 
 def cost(event: InferenceAdmitted) -> Cost:
-    """What an admitted request may use at most."""
-    return Cost(event.reserved_tokens)
+    """What an admitted request may use at most; what is answered from the response cache runs nowhere."""
+    return Cost(event.reserved_tokens, running=0 if event.cached else 1)
 
 
 def used_tokens(event: InferenceCompleted | InferenceFailed) -> int:
@@ -374,48 +433,3 @@ def used_tokens(event: InferenceCompleted | InferenceFailed) -> int:
 
 def _last_ms(event: InferenceAdmitted) -> int:
     return event.deadline_ms + (event.time_limit_ms or 0)
-
-
-def _saved(scope: str, counter: Counter) -> SavedCounter:
-    windows = counter.minute.slots, counter.day.slots, counter.month.slots
-    return SavedCounter(
-        scope,
-        counter.clock_ms,
-        counter.running,
-        counter.held,
-        *windows,
-        counter.requests_total,
-        counter.tokens_total,
-    )
-
-
-def _counter(saved: SavedCounter) -> Counter:
-    return Counter(
-        clock_ms=saved.clock_ms,
-        running=saved.running,
-        held=saved.held,
-        minute=Charges.of(saved.minute),
-        day=Charges.of(saved.day),
-        month=Charges.of(saved.month),
-        requests_total=saved.requests_total,
-        tokens_total=saved.tokens_total,
-    )
-
-
-def _held(request_id: str, opened: _Open) -> SavedHold:
-    made = opened.hold
-    return SavedHold(
-        request_id,
-        made.charged_ms,
-        made.cost.tokens,
-        made.cost.requests,
-        made.cost.running,
-        opened.last_ms,
-        made.scopes,
-        opened.reply,
-    )
-
-
-def _open(saved: SavedHold) -> _Open:
-    hold = Hold(saved.charged_ms, Cost(saved.tokens, saved.requests, saved.running), saved.scopes)
-    return _Open(hold, saved.last_ms, saved.reply)

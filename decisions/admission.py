@@ -2,42 +2,53 @@
 
 A `Case` gathers what is known of one request. Each check takes the case and the `World` and returns the case with what
 it found, or a `Refusal`. `BEFORE_TOKENISING` and `AFTER_TOKENISING` are the list; between the two halves the shell turns
-the input to token ids (`tokenised`). A check joins by being put in its place in the list.
+the input to token ids (`tokenised`), and in the midst of the second half (after `RESOLVING`) it looks for the answer in the response cache
+(`named_for_cache`). A check joins by being put in its place in the list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from decisions import placement, quota, waiting
+from decisions import cache, capacity, placement, quota, waiting
+from decisions.cache import Entry, Policy
 from decisions.ledger import ALL_KEYS_AND_MODELS, Cost, Counters
 from decisions.placement import SeenWorker
-from decisions.quota import Exceeded, Gauge, Reserved
-from decisions.validation import Problem, problem, vocabulary_problem
+from decisions.problem import Problem
+from decisions.quota import Exceeded, Reserved
+from decisions.signature import text_lengths, unfit, unknown_token
+from decisions.validation import problem, vocabulary_problem
 from schemas.events import (
     Decision,
     InferenceAdmitted,
+    InferenceAnswered,
     InferenceCancelled,
     InferenceFailed,
     InferenceRejected,
     InferenceRequested,
     InferenceScheduled,
+    Keyed,
     ModelVersionRegistered,
     Position,
     Quota,
     Rates,
     Reply,
     TenantChanged,
+    Tensor,
 )
 from schemas.ids import REQUEST_ID_CHARS, is_request_id
 from schemas.reasons import Reason
-from schemas.topics import DEFAULTS, INLINE_MAX_BYTES, TOKENS, work_topic
+from schemas.topics import DAY_MS, DEFAULTS, INTERACTIVE, REQUEST_MAX_BYTES, TOKENS, work_topic
 
 PASSED, REFUSED = "passed", "refused"
 ENCODINGS = ("avro", "json")
 RETRY_AFTER_MIN_MS = 1_000
+QUOTAS_KEPT = 4_096
+"""Of so many tenants and keys it is remembered which quotas hold: they are asked for several times a request, and seldom change."""
 MESSAGE_CHARS_MAX = 1_000
 """A refusal may quote the caller; no more than this of it travels."""
 
@@ -91,6 +102,9 @@ class World(Protocol):
     def counters(self, partition: int, tenant: str) -> Counters:
         """What a tenant, whose requests are in this partition, has reserved and spent in this tier."""
 
+    def open_requests(self, partition: int, tenant: str, model: str, version: str) -> int:
+        """How many requests of a tenant to a version are admitted and haven't ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -103,12 +117,16 @@ class Refusal:
     rates: Rates | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Case:
     """One request, the record it came in, and what the checks have found so far.
 
-    `requested_ms` is the record's timestamp: it is "now" for every check. Fields below `stale_ms` are filled on the way. `limited` says whether
-    any limit holds for it: then its reservation must be in the log before its work is.
+    `requested_ms` is the record's timestamp: with `waited_ms`, how long it has waited for its turn, it is "now" for every check. `keyed` is by what
+    it is known when it is asked again. Fields below `stale_ms` are filled on the way. `limited` says whether any limit holds for it. `ahead` of it
+    so many others of its tenant wait for their turn.
+
+    `cache_key` names its answer in the response cache, and is empty if none can be there. `entry` is what was found under it, `cached_ms` how
+    old that is if it is the answer. `beside` is where equal work went last.
     """
 
     request: InferenceRequested
@@ -116,11 +134,16 @@ class Case:
     tier: str
     requested_ms: int
     source: Position
-    content_bytes_max: int = INLINE_MAX_BYTES
+    content_bytes_max: int = REQUEST_MAX_BYTES
     stale_ms: int = placement.STALE_MS
+    keyed: Keyed | None = None
+    waited_ms: int = 0
+    ahead: int = 0
     cache_salt: str = ""
     version: ModelVersionRegistered | None = None
     prompt_token_ids: tuple[int, ...] = ()
+    inputs: tuple[Tensor, ...] | None = None
+    prompt_tokens: int = 0
     vocab_size: int = 0
     max_tokens: int = 0
     deadline_ms: int = 0
@@ -128,11 +151,34 @@ class Case:
     limited: bool = False
     rates: Rates | None = None
     partition: int = 0
+    cache_key: str = ""
+    entry: Entry | None = None
+    cached_ms: int | None = None
+    beside: int | None = None
     decisions: tuple[Decision, ...] = field(default=())
 
     def noting(self, check: str, outcome: str = PASSED, detail: str = "", **found: Any) -> Case:
         """The case with one decision more, and the fields that it settled."""
-        return replace(self, decisions=(*self.decisions, Decision(check, outcome, detail)), **found)
+        return self.having(decisions=(*self.decisions, Decision(check, outcome, detail)), **found)
+
+    def having(self, **found: Any) -> Case:
+        """The case with some fields settled.
+
+        A dozen of these are made for each request, so they are copied as dictionaries: `replace` would take a tenth of all admission's time.
+        """
+        after = object.__new__(Case)
+        object.__setattr__(after, "__dict__", {**self.__dict__, **found})
+        return after
+
+    @property
+    def now_ms(self) -> int:
+        """When it is judged."""
+        return self.requested_ms + self.waited_ms
+
+    @property
+    def told_first(self) -> bool:
+        """Whether its admission must be in the log before its work is: what it reserves, or its key, must survive whatever crashes."""
+        return self.limited or self.keyed is not None
 
     @property
     def routed(self) -> ModelVersionRegistered:
@@ -140,6 +186,16 @@ class Case:
         if self.version is None:
             raise LookupError("the case isn't routed yet")
         return self.version
+
+    @property
+    def hit(self) -> InferenceAnswered | None:
+        """The answer from the response cache, if it has one."""
+        return self.entry.answer if self.entry is not None and self.cached_ms is not None else None
+
+    @property
+    def policy(self) -> Policy:
+        """What its caller wants of the response cache. Only after the check `validation`."""
+        return cache.parse(self.request.cache_control)
 
 
 Check = Callable[[Case, World], Case | Refusal]
@@ -163,8 +219,23 @@ def refuse(case: Case, check: str, refusal: Refusal) -> Verdict:
 
 def tokenised(case: Case, prompt_token_ids: tuple[int, ...], vocab_size: int) -> Case:
     """The case with its prompt as the model will read it."""
-    detail = f"{len(prompt_token_ids)} tokens"
-    return case.noting("tokenise", PASSED, detail, prompt_token_ids=prompt_token_ids, vocab_size=vocab_size)
+    count = len(prompt_token_ids)
+    return case.noting(
+        "tokenise",
+        PASSED,
+        f"{count} tokens",
+        prompt_token_ids=prompt_token_ids,
+        prompt_tokens=count,
+        vocab_size=vocab_size,
+    )
+
+
+def prepared(case: Case, inputs: tuple[Tensor, ...], vocab_size: int) -> Case:
+    """The case of a tensor model with its inputs as its worker will get them: texts as token ids."""
+    lengths = text_lengths(case.routed.processor, inputs)
+    count = sum(lengths)
+    detail = f"{count} tokens in {len(lengths)} texts" if lengths else "no text"
+    return case.noting("tokenise", PASSED, detail, inputs=inputs, prompt_tokens=count, vocab_size=vocab_size)
 
 
 # --- the checks ------------------------------------------------------------------------------------------------------
@@ -260,17 +331,38 @@ def check_route(case: Case, world: World) -> Case | Refusal:
         )
     if case.tier not in version.tiers:
         return Refusal(Reason.MODEL_NOT_FOUND, f"The model `{model}` is not served on the tier {case.tier}.", "model")
+    given = case.request.prompt_token_ids
+    if given is not None and len(given) >= version.context_length:
+        return Refusal(
+            Reason.CONTEXT_LENGTH_EXCEEDED,
+            f"This model's maximum context length is {version.context_length} tokens, and the prompt alone has {len(given)}.",
+            "prompt_token_ids",
+        )
     return case.noting("route", version.version, "stable", version=version)
+
+
+def check_signature(case: Case, _world: World) -> Case | Refusal:
+    """The version takes what is given: a prompt, or tensors of these names, datatypes and shapes."""
+    if (found := unfit(case.request, case.routed)) is None and case.request.inputs is None:
+        return case
+    return _passed_unless(found, case, "signature")
 
 
 def check_vocabulary(case: Case, _world: World) -> Case | Refusal:
     """The model has every token that the request names."""
+    if case.inputs is not None:
+        if (unknown := unknown_token(case.routed.processor, case.inputs, case.vocab_size)) is None:
+            return case.noting("vocabulary")
+        text = f"the model has no token {unknown}; its ids run from 0 to {case.vocab_size - 1}"
+        return Refusal(Reason.INVALID_REQUEST, text, _input_param(case.request))
     ids = case.request.prompt_token_ids
     return _passed_unless(vocabulary_problem(case.request.sampling, ids, case.vocab_size), case, "vocabulary")
 
 
 def check_context(case: Case, _world: World) -> Case | Refusal:
-    """Prompt and answer fit the context; `max_tokens` becomes what is left where the caller gave none."""
+    """Prompt and answer fit the context; `max_tokens` becomes what is left where the caller gave none. A tensor model generates no tokens."""
+    if case.inputs is not None:
+        return _check_texts(case, case.inputs)
     limit, prompt, sampling = case.routed.context_length, len(case.prompt_token_ids), case.request.sampling
     if not prompt:
         return Refusal(Reason.INVALID_REQUEST, "the prompt has no tokens", _input_param(case.request))
@@ -287,26 +379,62 @@ def check_context(case: Case, _world: World) -> Case | Refusal:
     return case.noting("context", PASSED, f"{prompt} + {max_tokens} of {limit} tokens", max_tokens=max_tokens)
 
 
+def _check_texts(case: Case, inputs: tuple[Tensor, ...]) -> Case | Refusal:
+    limit, lengths = case.routed.context_length, text_lengths(case.routed.processor, inputs)
+    for index, length in enumerate(lengths):
+        if not length:
+            return Refusal(Reason.INVALID_REQUEST, f"the text at {index} has no tokens", _input_param(case.request))
+        if length > limit:
+            return Refusal(
+                Reason.CONTEXT_LENGTH_EXCEEDED,
+                f"This model's maximum context length is {limit} tokens, and the text at {index} has {length}. Please shorten it.",
+                _input_param(case.request),
+            )
+    return case.noting("context", PASSED, f"at most {max(lengths, default=0)} of {limit} tokens a text")
+
+
 def check_deadline(case: Case, _world: World) -> Case | Refusal:
-    """The deadline, from the record's own time and the caller's or the model's timeout."""
-    given = case.request.timeout_ms
-    timeout_ms = given if given is not None else case.routed.default_timeout_ms
+    """The deadline, from the record's own time and the caller's or the model's timeout. Nobody waits for a batch line before a screen: it has a
+    day where nothing is said.
+    """
+    given, default_ms = case.request.timeout_ms, case.routed.default_timeout_ms
+    if case.tier != INTERACTIVE:
+        default_ms = max(default_ms, DAY_MS)
+    timeout_ms = given if given is not None else default_ms
     detail = f"{timeout_ms} ms, {'asked for' if given is not None else 'the default'}"
     return case.noting("deadline", PASSED, detail, deadline_ms=case.requested_ms + timeout_ms)
 
 
+def check_cache(case: Case, _world: World) -> Case | Refusal:
+    """Whether what was found in the response cache is the answer; a model without one has nothing to note."""
+    version, sampling = case.routed, case.request.sampling
+    if not version.cache_ttl_ms:
+        return case
+    if not _deterministic(case.request):
+        return case.noting("cache", cache.PASSED_OVER, f"temperature {sampling.temperature:g}: answers differ")
+    age_ms, why = cache.verdict(case.entry, case.policy, version.cache_ttl_ms, case.now_ms)
+    return case.noting("cache", cache.MISS if age_ms is None else cache.HIT, why, cached_ms=age_ms)
+
+
 def check_wait(case: Case, world: World) -> Case | Refusal:
     """Its turn comes before its deadline, as far as can be told, and not too many wait already."""
-    version, now_ms = case.routed, case.requested_ms
+    if case.hit is not None:
+        return case  # it needs no worker
+    version, now_ms = case.routed, case.now_ms
     topic = work_topic(version.model, version.version, case.tier)
     seen = waiting.outlook(
         topic,
-        world.workers(version.model, version.version),
+        _pool(case, world),
         world.ends,
         now_ms,
         world.start_up_ms(version.model, version.version),
         case.stale_ms,
+        case.ahead,
     )
+    if case.now_ms >= case.deadline_ms:
+        return Refusal(Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text)
+    if (left := _reserved_left(case, world)) > 0:
+        return case.noting("wait", PASSED, f"{left} of the slots reserved for the tenant are free")
     depth = version.max_queue_depth.get(case.tier)
     if depth is not None and seen.wait_ms != 0 and seen.waiting >= depth:
         return Refusal(
@@ -327,44 +455,78 @@ def check_wait(case: Case, world: World) -> Case | Refusal:
     return case.noting("wait", PASSED, seen.detail)
 
 
+def _pool(case: Case, world: World) -> list[SeenWorker]:
+    """The workers that serve the request's version on its tier."""
+    version = case.routed
+    return [seen for seen in world.workers(version.model, version.version) if placement.serves(seen.report, case.tier)]
+
+
+def _reserved_left(case: Case, world: World) -> int:
+    """Slots of the pool that are promised to the tenant, kept free for it, and not in use by it: there it waits for nobody."""
+    version, tenant = case.routed, case.grant.tenant
+    percent = capacity.reserved_percent(quotas_of(tenant, case.tier, world), case.tier, version.model)
+    if not percent:
+        return 0
+    seen = [each for each in _pool(case, world) if case.now_ms - each.seen_ms <= case.stale_ms]
+    ready = [each.report.slots for each in seen if each.report.state == placement.READY]
+    promised = sum(sum(capacity.slots_of({tenant: percent}, slots).values()) for slots in ready)
+    return promised - world.open_requests(case.source.partition, tenant, version.model, version.version)
+
+
 def check_room(case: Case, world: World) -> Case | Refusal:
     """The tenant has room for the smallest request there is: who is far over its limits costs no tokenising."""
-    found = _reserve(case, world, 1)
-    return found if isinstance(found, Refusal) else case
+    limits, counters = _limits(case, world)
+    least = cache.least_cost(case.routed) if _may_hit(case) else Cost(1)
+    found = quota.lacking(counters, limits, least, case.requested_ms)
+    return case if found is None else _over(found, limits, counters, case.requested_ms)
 
 
 def check_quota(case: Case, world: World) -> Case | Refusal:
     """The tenant has room for prompt and answer in all its limits. What it reserves counts only if every other check passes, too."""
-    found = _reserve(case, world, reserved_tokens(case))
-    if isinstance(found, Refusal):
-        return found
-    reserved, gauges = found
-    rates = quota.rates(gauges, case.requested_ms) if gauges else None
-    detail = f"{reserved_tokens(case)} tokens reserved, {len(gauges) or 'no'} limits"
-    return case.noting("quota", PASSED, detail, reserved=reserved, limited=bool(gauges), rates=rates)
-
-
-def _reserve(case: Case, world: World, tokens: int) -> tuple[Reserved, list[Gauge]] | Refusal:
-    """What a request of so many tokens would hold, and all limits as they would be then."""
-    tenant, now_ms = case.grant.tenant, case.requested_ms
-    limits = quota.limits_for(quotas_of(tenant, case.tier, world), case.grant.key_id, case.routed.model)
-    counters = world.counters(case.source.partition, tenant)
-    found = quota.reserve(counters, limits, Cost(tokens), now_ms)
+    limits, counters = _limits(case, world)
+    hit, now_ms = case.hit, case.requested_ms
+    cost = Cost(reserved_tokens(case)) if hit is None else cache.hit_cost(case.routed, hit)
+    found = quota.reserve(counters, limits, cost, now_ms)
     if isinstance(found, Exceeded):
-        told = quota.rates(quota.gauges(counters, limits, now_ms), now_ms)
-        return Refusal(Reason.RATE_LIMITED, found.message, None, found.retry_after_ms, told)
-    return found, quota.gauges({**counters, **found.changed}, limits, now_ms)
+        return _over(found, limits, counters, now_ms)
+    gauges = quota.gauges({**counters, **found.changed}, limits, now_ms)
+    rates = quota.rates(gauges, now_ms) if gauges else None
+    detail = f"{cost.tokens} tokens reserved, {len(gauges) or 'no'} limits"
+    return case.noting("quota", PASSED, detail, reserved=found, limited=bool(gauges), rates=rates)
+
+
+def _limits(case: Case, world: World) -> tuple[Mapping[str, Quota], Counters]:
+    """What limits a request, by scope, and what its tenant has used."""
+    tenant = case.grant.tenant
+    limits = _limits_for(quotas_of(tenant, case.tier, world), case.grant.key_id, case.routed.model)
+    return limits, world.counters(case.source.partition, tenant)
+
+
+def _over(found: Exceeded, limits: Mapping[str, Quota], counters: Counters, now_ms: int) -> Refusal:
+    """A refusal for want of room."""
+    told = quota.rates(quota.gauges(counters, limits, now_ms), now_ms)
+    return Refusal(Reason.RATE_LIMITED, found.message, None, found.retry_after_ms, told)
 
 
 def quotas_of(tenant: str, tier: str, world: World) -> tuple[Quota, ...]:
-    """The tenant's own quotas of the tier, or the default ones if it has none there."""
+    """The tenant's own quotas of the tier, or the default ones if it has none there; what is reserved for it is always its own."""
     own, default = world.tenant(tenant), world.tenant(DEFAULTS)
-    return quota.in_force(own.quotas if own is not None else (), default.quotas if default is not None else (), tier)
+    return _in_force(own.quotas if own is not None else (), default.quotas if default is not None else (), tier)
+
+
+_in_force = lru_cache(maxsize=QUOTAS_KEPT)(quota.in_force)
+
+
+@lru_cache(maxsize=QUOTAS_KEPT)
+def _limits_for(quotas: tuple[Quota, ...], key_id: str, model: str) -> Mapping[str, Quota]:
+    return MappingProxyType(quota.limits_for(quotas, key_id, model))
 
 
 def reserved_tokens(case: Case) -> int:
-    """The most that a request may use: the prompt once, and for each choice the longest answer."""
-    return len(case.prompt_token_ids) + case.max_tokens * case.request.sampling.n
+    """The most that a request may use: the prompt once, and for each choice the longest answer; from the cache what it costs there."""
+    if case.hit is not None:
+        return cache.hit_cost(case.routed, case.hit).tokens
+    return case.prompt_tokens + case.max_tokens * case.request.sampling.n
 
 
 def check_place(case: Case, world: World) -> Case | Refusal:
@@ -380,7 +542,9 @@ def check_place(case: Case, world: World) -> Case | Refusal:
         )
     workers = world.workers(version.model, version.version)
     request_id = case.request.request_id
-    chosen = placement.place(request_id, topic, partitions, workers, world.ends, case.requested_ms, case.stale_ms)
+    chosen = placement.place(
+        request_id, topic, partitions, workers, world.ends, case.now_ms, case.stale_ms, case.beside
+    )
     return case.noting("place", f"{topic}/{chosen.partition}", chosen.detail, partition=chosen.partition)
 
 
@@ -389,16 +553,37 @@ BEFORE_TOKENISING: tuple[tuple[str, Check], ...] = (
     ("grant", check_grant),
     ("validation", check_valid),
     ("route", check_route),
+    ("signature", check_signature),
     ("quota", check_room),
 )
-AFTER_TOKENISING: tuple[tuple[str, Check], ...] = (
+RESOLVING: tuple[tuple[str, Check], ...] = (
     ("vocabulary", check_vocabulary),
     ("context", check_context),
     ("deadline", check_deadline),
+)
+PLACING: tuple[tuple[str, Check], ...] = (
+    ("cache", check_cache),
     ("wait", check_wait),
     ("quota", check_quota),
     ("place", check_place),
 )
+AFTER_TOKENISING = (*RESOLVING, *PLACING)
+
+
+def _may_hit(case: Case) -> bool:
+    return bool(case.routed.cache_ttl_ms) and _deterministic(case.request) and case.policy.read
+
+
+def _deterministic(request: InferenceRequested) -> bool:
+    return request.inputs is not None or cache.deterministic(request.sampling)
+
+
+def named_for_cache(case: Case) -> Case:
+    """The case with the name of its answer in the response cache. Only after `RESOLVING`: all that shapes the answer is settled then."""
+    version, policy = case.routed, case.policy
+    if not version.cache_ttl_ms or not _deterministic(case.request) or not (policy.read or policy.store):
+        return case
+    return case.having(cache_key=cache.key(scheduled(case), version))
 
 
 def _passed_unless(found: Problem | None, case: Case, check: str) -> Case | Refusal:
@@ -411,23 +596,29 @@ def _passed_unless(found: Problem | None, case: Case, check: str) -> Case | Refu
 def _input_param(request: InferenceRequested) -> str:
     if request.messages is not None:
         return "messages"
+    if request.inputs is not None:
+        return "inputs"
     return "prompt" if request.prompt is not None else "prompt_token_ids"
 
 
 # --- what a verdict becomes ------------------------------------------------------------------------------------------
 
 
-def admitted(case: Case) -> tuple[InferenceScheduled, InferenceAdmitted]:
-    """The work, and the record of letting it in."""
+def scheduled(case: Case) -> InferenceScheduled:
+    """The work."""
     request, grant, version = case.request, case.grant, case.routed
-    scheduled = InferenceScheduled(
+    stored = bool(case.cache_key) and case.policy.store
+    sampling = request.sampling
+    if sampling.max_tokens != case.max_tokens:
+        sampling = replace(sampling, max_tokens=case.max_tokens)
+    return InferenceScheduled(
         request_id=request.request_id,
         tenant=grant.tenant,
         model=version.model,
         version=version.version,
         tier=case.tier,
         prompt_token_ids=case.prompt_token_ids,
-        sampling=replace(request.sampling, max_tokens=case.max_tokens),
+        sampling=sampling,
         deadline_ms=case.deadline_ms,
         requested_ms=case.requested_ms,
         reply=grant.reply,
@@ -436,8 +627,19 @@ def admitted(case: Case) -> tuple[InferenceScheduled, InferenceAdmitted]:
         source=case.source,
         time_limit_ms=version.time_limit_ms,
         rates=case.rates,
+        cache_key=case.cache_key if stored else "",
+        shared=stored and case.policy.shares,
+        inputs=case.inputs,
+        outputs=request.outputs,
+        parameters=request.parameters,
+        prompt_tokens=case.prompt_tokens if case.inputs is not None else 0,
     )
-    return scheduled, InferenceAdmitted(
+
+
+def admitted(case: Case, valid_until_ms: int = 0) -> tuple[InferenceScheduled, InferenceAdmitted]:
+    """The work, and the record of letting it in, which counts if the log has it by `valid_until_ms`; 0: whenever."""
+    request, grant, version = case.request, case.grant, case.routed
+    return scheduled(case), InferenceAdmitted(
         request_id=request.request_id,
         tenant=grant.tenant,
         key_id=grant.key_id,
@@ -447,7 +649,7 @@ def admitted(case: Case) -> tuple[InferenceScheduled, InferenceAdmitted]:
         reply=grant.reply,
         work_topic=work_topic(version.model, version.version, case.tier),
         work_partition=case.partition,
-        prompt_tokens=len(case.prompt_token_ids),
+        prompt_tokens=case.prompt_tokens,
         max_tokens=case.max_tokens,
         reserved_tokens=reserved_tokens(case),
         requested_ms=case.requested_ms,
@@ -456,19 +658,24 @@ def admitted(case: Case) -> tuple[InferenceScheduled, InferenceAdmitted]:
         decisions=case.decisions,
         time_limit_ms=version.time_limit_ms,
         scopes=case.reserved.hold.scopes if case.reserved is not None else (ALL_KEYS_AND_MODELS,),
+        keyed=case.keyed,
+        cached=case.hit is not None,
+        valid_until_ms=valid_until_ms,
     )
 
 
 def as_decided(case: Case, verdict: InferenceAdmitted, version: ModelVersionRegistered, world: World) -> Case:
-    """A tokenised case with what was decided of it before."""
+    """A tokenised case with what was decided of it before, and the name of its answer in the response cache."""
     tenant = world.tenant(case.grant.tenant)
-    return replace(
-        case,
-        cache_salt=tenant.cache_salt if tenant is not None else "",
-        version=version,
-        max_tokens=verdict.max_tokens,
-        deadline_ms=verdict.deadline_ms,
-        partition=verdict.work_partition,
+    return named_for_cache(
+        replace(
+            case,
+            cache_salt=tenant.cache_salt if tenant is not None else "",
+            version=version,
+            max_tokens=verdict.max_tokens,
+            deadline_ms=verdict.deadline_ms,
+            partition=verdict.work_partition,
+        )
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from schemas.errors import HeadraceError
-from schemas.events import InferenceRequested, InferenceScheduled
+from schemas.events import InferenceRequested, InferenceScheduled, PayloadStored, Sampling
+from schemas.payloads import refusal
 from schemas.reasons import Reason
 from schemas.topics import TIERS, requests_topic
 
@@ -22,15 +23,35 @@ def asked_again(event: object, request_id: str) -> InferenceRequested:
             return InferenceRequested(
                 request_id,
                 event.model,
-                prompt_token_ids=event.prompt_token_ids,
-                sampling=event.sampling,
+                prompt_token_ids=event.prompt_token_ids if event.inputs is None else None,
+                sampling=event.sampling if event.inputs is None else Sampling(),
                 stream=event.stream,
+                inputs=event.inputs,
+                outputs=event.outputs,
+                parameters=event.parameters,
             )
         case None:
             raise HeadraceError(Reason.INVALID_REQUEST, "it is no event, so there is nothing to ask again; drop it")
         case _:
-            text = f"{type(event).__name__} is no request, so there is nothing to ask again; drop it"
-            raise HeadraceError(Reason.INVALID_REQUEST, text)
+            raise _no_request(type(event).__name__)
+
+
+def followed(reference: PayloadStored, tenant: str) -> None:
+    """Returns if a record's reference may be read to ask it again for this tenant.
+
+    It names a place of the tenant's own, and holds a request or scheduled work. Raises HeadraceError (invalid_request, permission_denied,
+    payload_too_large).
+    """
+    kinds = {kind.__name__: kind for kind in (InferenceRequested, InferenceScheduled)}
+    if reference.event not in kinds:
+        raise _no_request(reference.event)
+    if (unfollowed := refusal(reference, tenant, kinds[reference.event])) is not None:
+        raise unfollowed
+
+
+def _no_request(name: str) -> HeadraceError:
+    text = f"{name} is no request, so there is nothing to ask again; drop it"
+    return HeadraceError(Reason.INVALID_REQUEST, text)
 
 
 def tier_of(topic: str, event: object) -> str:
@@ -44,7 +65,9 @@ def tier_of(topic: str, event: object) -> str:
 
 
 def tenant_of(key: bytes | None, event: object) -> str | None:
-    """Whose record it was, as far as it says: scheduled work names its tenant, a request's key does by custom."""
+    """Whose record it was, as far as it says: scheduled work names its tenant, a request's key does by custom, and a reference if nothing else does."""
     if isinstance(event, InferenceScheduled):
+        return event.tenant
+    if isinstance(event, PayloadStored) and (key is None or event.event == InferenceScheduled.__name__):
         return event.tenant
     return None if key is None else key.decode(errors="replace")

@@ -25,11 +25,12 @@ from schemas.events import (
     TokensGenerated,
     Usage,
 )
+from schemas.payloads import OBJECT_MAX_BYTES
 from schemas.reasons import Reason
-from schemas.topics import RECORD_MAX_BYTES
 
-CONTENT_BYTES_MAX = RECORD_MAX_BYTES - 64 * 1024
-"""The largest answer that one record takes, by the upper bound of `content_bytes`."""
+CONTENT_BYTES_MAX = OBJECT_MAX_BYTES - 64 * 1024
+"""The largest answer that is kept, by the upper bound of `content_bytes`: what the object store takes. What is told whole has `ANSWER_MAX_BYTES`, and
+the ids of its tokens come to that."""
 FAILED_CHOICE = "error"
 """The finish reason of a choice that didn't become whole."""
 TOKEN_ID_BYTES = 5
@@ -40,13 +41,14 @@ Ending = InferenceCompleted | InferenceFailed
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Whose request it is and what serves it, as its first event tells; the prompt's length from its first start."""
+    """Whose request it is and what serves it, as its first event tells; the prompt's length from its first start, and its name in the cache."""
 
     tenant: str = ""
     model: str = ""
     version: str = ""
     tier: str = ""
     prompt_tokens: int = 0
+    cache_key: str = ""
 
 
 def facts(known: Facts, event: object) -> Facts:
@@ -54,8 +56,11 @@ def facts(known: Facts, event: object) -> Facts:
     match event:
         case GenerationStarted() | GenerationTakenOver():
             found = Facts(event.tenant, event.model, event.version, event.tier, known.prompt_tokens)
-            prompt_tokens = event.prompt_tokens if isinstance(event, GenerationStarted) else known.prompt_tokens
-            return replace(found if not known.tenant else known, prompt_tokens=prompt_tokens)
+            if not isinstance(event, GenerationStarted):
+                return found if not known.tenant else known
+            return replace(
+                found if not known.tenant else known, prompt_tokens=event.prompt_tokens, cache_key=event.cache_key
+            )
         case InferenceCompleted() | InferenceFailed() if not known.model:
             return replace(known, tenant=event.tenant, model=event.model, version=event.version, tier=event.tier)
         case InferenceRejected() if not known.model:
@@ -93,7 +98,7 @@ def ending(state: StreamState, known: Facts, event: Ending) -> Ending:
     cached = event.usage.cached_tokens if event.usage is not None else 0
     usage = Usage(known.prompt_tokens, sum(state.accepted), cached)
     if isinstance(event, InferenceCompleted) and closed.outcome == COMPLETED:
-        return replace(event, usage=usage)
+        return replace(event, usage=usage, outputs=())
     return InferenceFailed(
         request_id=event.request_id,
         tenant=known.tenant,
@@ -133,6 +138,7 @@ def answered(
     cached = event.usage.cached_tokens if not isinstance(event, InferenceRejected) and event.usage is not None else 0
     whole = closed.outcome == COMPLETED
     ends = event.choices if whole and isinstance(event, InferenceCompleted) else ()
+    outputs = event.outputs if whole and isinstance(event, InferenceCompleted) else ()
     reason, message = (None, None) if whole else (closed.reason, closed.message)
     if counted is None and whole:
         reason, message = Reason.ANSWER_TOO_LARGE.value, Reason.ANSWER_TOO_LARGE.text
@@ -146,6 +152,9 @@ def answered(
         usage=Usage(known.prompt_tokens, sum(state.accepted), cached),
         error_reason=reason,
         error_message=message,
+        cache_key=known.cache_key if reason is None else "",
+        outputs=outputs,
+        retry_after_ms=event.retry_after_ms if isinstance(event, InferenceRejected) else None,
     )
 
 

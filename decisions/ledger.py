@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from schemas.parts import Slot
+from schemas.quick import quick
 from schemas.topics import DAY_MS, MINUTE_MS
 
 GRAIN_MS = 1_000
@@ -45,6 +46,7 @@ class Unit(StrEnum):
     RUNNING = "running"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What a request takes: at admission the most it may use, in the end what it did. An answer from a cache runs nowhere."""
@@ -65,6 +67,7 @@ def amount(slot: Slot, unit: Unit) -> int:
     return slot.requests if unit is Unit.REQUESTS else slot.spent + slot.held
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Charges:
     """One window's slots, oldest first (they expire in that order, too), and the sums of their requests and of what they spent."""
@@ -79,6 +82,7 @@ class Charges:
         return cls(slots, sum(slot.requests for slot in slots), sum(slot.spent for slot in slots))
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Counter:
     """One scope's state.
@@ -137,6 +141,7 @@ Counters = Mapping[str, Counter]
 """One tenant's counters of one tier, by scope."""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Hold:
     """What a request reserves, when, and in which scopes."""

@@ -53,12 +53,15 @@ def place(
     ends: Mapping[tuple[str, int], int],
     now_ms: int,
     stale_ms: int = STALE_MS,
+    beside: int | None = None,
 ) -> Placement:
     """Choose a partition of `topic`, which has `partitions` of them.
 
     `workers` are those that serve the model version, in any order and state; reports older than `stale_ms` before
     `now_ms`, the request's own timestamp, are not believed. `ends` gives, by (topic, partition), the offset after the
     last record known there.
+
+    Equal work that went to the partition `beside` a moment ago draws it there while its worker is ready: both may have one generation.
 
     A partition that no ready worker reports is chosen last; ties, and a model without any worker, go by the request's id.
     """
@@ -73,6 +76,8 @@ def place(
     if not loads:
         chosen = min(range(partitions), key=lambda partition: _draw(request_id, partition))
         return Placement(chosen, f"no worker of {topic} is ready; by request id")
+    if beside is not None and beside in loads:
+        return Placement(beside, f"beside equal work, on worker {loads[beside].worker_id}")
     chosen = min(
         loads, key=lambda partition: (loads[partition].per_slot, loads[partition].backlog, _draw(request_id, partition))
     )
@@ -87,17 +92,23 @@ def _loads(report: WorkerReported, topic: str, ends: Mapping[tuple[str, int], in
     per_slot = total(report, topic, ends) / max(1, report.slots)
     return [
         (partition, _Load(report.worker_id, per_slot, backlog))
-        for partition, backlog in _backlogs(report, topic, ends).items()
+        for partition, backlog in backlogs(report, topic, ends).items()
     ]
+
+
+def serves(report: WorkerReported, tier: str) -> bool:
+    """Whether a worker takes requests of a tier: tiers may have pools of their own."""
+    return not report.tiers or tier in report.tiers
 
 
 def total(report: WorkerReported, topic: str, ends: Mapping[tuple[str, int], int]) -> int:
     """What waits and runs on a worker, as one tier sees it: what waits in its other tiers isn't in this one's way, what runs is."""
-    backlog = sum(_backlogs(report, topic, ends).values())
+    backlog = sum(backlogs(report, topic, ends).values())
     return backlog + max(0, report.running - backlog)
 
 
-def _backlogs(report: WorkerReported, topic: str, ends: Mapping[tuple[str, int], int]) -> dict[int, int]:
+def backlogs(report: WorkerReported, topic: str, ends: Mapping[tuple[str, int], int]) -> dict[int, int]:
+    """By partition of a topic that the worker holds, the records there that aren't finished."""
     return {
         held.partition: max(0, ends.get((topic, held.partition), held.committed) - held.committed - held.finished_above)
         for held in report.partitions

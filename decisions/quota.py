@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from decisions.capacity import PERCENT_MAX
 from decisions.ledger import ALL_KEYS_AND_MODELS, NEW, Cost, Counter, Counters, Hold, Unit, Window, hold
 from schemas.errors import HeadraceError
 from schemas.parts import Quota, Rate, Rates
+from schemas.quick import quick
 from schemas.reasons import Reason
 from schemas.topics import TIERS, check_model
 
@@ -21,9 +24,13 @@ QUOTAS_MAX = 256
 """Quotas of one tenant."""
 LIMIT_MAX = 10**12
 """The largest limit: a larger one is a slip of the pen; leave it out for none."""
+QUOTAS_KEPT = 4_096
+"""Of so many it is remembered which limits they set."""
 KEY_CHARS_MAX = 64
 ENDING_WAIT_MS = 1_000
 """When to try again if only the ending of something that runs can make room: nobody knows when that is."""
+HELD_WAIT_MS = 60_000
+"""When to try again at the latest while what runs reserves so much that it could make room by giving back what it doesn't use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,13 @@ def check_quotas(quotas: Sequence[Quota]) -> None:
                 raise _invalid(
                     f"{where}.{kind.field}", f"a limit is a whole number from 1 to {LIMIT_MAX}, or left out for none"
                 )
+        if (percent := quota.reserved_percent) is not None:
+            if type(percent) is not int or not 1 <= percent <= PERCENT_MAX:
+                raise _invalid(f"{where}.reserved_percent", f"what is reserved is from 1 to {PERCENT_MAX} percent")
+            if quota.key_id or quota.model in ("", EACH):
+                raise _invalid(
+                    where, "slots are reserved of one model, and for all keys together: name the model and no key"
+                )
 
 
 def _check_names(quota: Quota, where: str) -> None:
@@ -86,10 +100,18 @@ def _invalid(param: str, message: str) -> HeadraceError:
 
 
 def in_force(own: Sequence[Quota], default: Sequence[Quota], tier: str) -> tuple[Quota, ...]:
-    """A tenant's own quotas of a tier, or the default ones of that tier if it has none. A quota without limits counts as one."""
-    return tuple(quota for quota in own if quota.tier == tier) or tuple(
-        quota for quota in default if quota.tier == tier
-    )
+    """A tenant's own quotas of a tier, or the default ones of that tier if it has none. A quota without limits counts as one.
+
+    One that only reserves limits nothing: it is in force beside either.
+    """
+    mine = [quota for quota in own if quota.tier == tier]
+    limits = [quota for quota in mine if not only_reserves(quota)]
+    return (*(limits or (quota for quota in default if quota.tier == tier)), *(q for q in mine if only_reserves(q)))
+
+
+def only_reserves(quota: Quota) -> bool:
+    """Whether a quota keeps something for its tenant and limits nothing."""
+    return quota.reserved_percent is not None and all(getattr(quota, kind.field) is None for kind in KINDS)
 
 
 def limits_for(quotas: Iterable[Quota], key_id: str, model: str) -> dict[str, Quota]:
@@ -120,6 +142,7 @@ def scope_of(key_id: str, model: str) -> str:
 # --- what is left of them --------------------------------------------------------------------------------------------
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Gauge:
     """One limit and how much of it is in use: reserved + spent."""
@@ -150,17 +173,33 @@ class Gauge:
         at_ms = self.counter.falls_to(self.limit - amount, self.kind.window, self.kind.unit, now_ms)
         return at_ms - now_ms or ENDING_WAIT_MS
 
+    def retry_ms(self, amount: int, now_ms: int) -> int | None:
+        """When it is worth trying again: `wait_ms`, but no later than `HELD_WAIT_MS` if an amount has room as soon as what runs gives enough back.
+
+        A budget of a day may be reserved by requests that use a hundredth of it: then nobody needs to wait until midnight.
+        """
+        wait_ms = self.wait_ms(amount, now_ms)
+        gives_back = self.counter.held if self.kind.unit is Unit.TOKENS and self.kind.window is not None else 0
+        if wait_ms is None or self.used - gives_back + amount > self.limit:
+            return wait_ms
+        return min(wait_ms, HELD_WAIT_MS)
+
 
 def gauges(counters: Counters, limits: Mapping[str, Quota], now_ms: int) -> list[Gauge]:
     """Every limit of these quotas, as of the record's own time. Scopes without a counter have used nothing."""
     found = []
     for scope, quota in limits.items():
         counter = counters.get(scope, NEW)
-        for kind in KINDS:
-            limit = getattr(quota, kind.field)
-            if limit is not None:
-                found.append(Gauge(scope, kind, limit, _used(counter, kind, now_ms), counter))
+        for kind, limit in _set(quota):
+            found.append(Gauge(scope, kind, limit, _used(counter, kind, now_ms), counter))
     return found
+
+
+@lru_cache(maxsize=QUOTAS_KEPT)
+def _set(quota: Quota) -> tuple[tuple[Kind, int], ...]:
+    """The limits that a quota sets."""
+    found = ((kind, getattr(quota, kind.field)) for kind in KINDS)
+    return tuple((kind, limit) for kind, limit in found if limit is not None)
 
 
 def _used(counter: Counter, kind: Kind, now_ms: int) -> int:
@@ -178,6 +217,7 @@ class Exceeded:
     retry_after_ms: int | None
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Reserved:
     """What a request that is let in holds, and the counters as they are then: they count once every other check has let it in, too."""
@@ -188,8 +228,22 @@ class Reserved:
 
 def reserve(counters: Counters, limits: Mapping[str, Quota], cost: Cost, now_ms: int) -> Reserved | Exceeded:
     """Let a request in if it has room in every limit, and take it; refused, it changes nothing."""
-    refusal = exceeded(gauges(counters, limits, now_ms), cost, now_ms)
+    refusal = lacking(counters, limits, cost, now_ms)
     return refusal if refusal is not None else Reserved(*hold(counters, limits, cost, now_ms))
+
+
+def lacking(counters: Counters, limits: Mapping[str, Quota], cost: Cost, now_ms: int) -> Exceeded | None:
+    """`exceeded` of all limits. Most requests have room in every one, which is soon seen."""
+    return None if _fits(counters, limits, cost, now_ms) else exceeded(gauges(counters, limits, now_ms), cost, now_ms)
+
+
+def _fits(counters: Counters, limits: Mapping[str, Quota], cost: Cost, now_ms: int) -> bool:
+    for scope, quota in limits.items():
+        counter = counters.get(scope, NEW)
+        for kind, limit in _set(quota):
+            if _used(counter, kind, now_ms) + cost.amount(kind.unit) > limit:
+                return False
+    return True
 
 
 def exceeded(measured: Iterable[Gauge], cost: Cost, now_ms: int) -> Exceeded | None:
@@ -197,7 +251,7 @@ def exceeded(measured: Iterable[Gauge], cost: Cost, now_ms: int) -> Exceeded | N
     worst: tuple[Gauge, int, int | None] | None = None
     for gauge in measured:
         amount = cost.amount(gauge.kind.unit)
-        wait_ms = gauge.wait_ms(amount, now_ms)
+        wait_ms = gauge.retry_ms(amount, now_ms)
         if wait_ms is None:
             worst = gauge, amount, None
             break

@@ -43,5 +43,5 @@ def rest(answer: InferenceAnswered, state: StreamState, chars: tuple[int, ...]) 
             ChoiceEnd(choice.choice, len(choice.token_ids), choice.finish_reason, choice.stop_reason)
             for choice in answer.choices
         )
-        events.append(InferenceCompleted(*where, attempt, ends, answer.usage, Timings(), ""))
+        events.append(InferenceCompleted(*where, attempt, ends, answer.usage, Timings(), "", answer.outputs))
     return events

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
-from schemas.events import InferenceRequested, Message, Sampling
+from decisions.cache import parse
+from decisions.problem import Problem
+from decisions.signature import input_problem
+from schemas.events import InferenceRequested, Message, Sampling, Tensor
 from schemas.ids import is_request_id
 from schemas.parts import STOP_CHARS_MAX, STOPS_MAX
 
@@ -20,6 +22,7 @@ MESSAGES_MAX = 4_096
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NAME_CHARS_MAX = 256
 USER_CHARS_MAX = 512
+KEY_CHARS_MAX = 255
 TIMEOUT_MS_MAX = 86_400_000
 CHOICES_MAX = 8
 LOGPROBS_MAX = 20
@@ -32,24 +35,20 @@ REPETITION_PENALTY_MAX = 100.0
 _TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """What is wrong, in words for the caller, and the field at fault."""
+def problem(request: InferenceRequested, content_bytes_max: int, *, inputs_checked: bool = False) -> Problem | None:
+    """The first fault of a request, or None. `content_bytes_max` bounds what it gives the model to read, in UTF-8 bytes.
 
-    message: str
-    param: str
-    too_large: bool = False
-
-
-def problem(request: InferenceRequested, content_bytes_max: int) -> Problem | None:
-    """The first fault of a request, or None. `content_bytes_max` bounds what it gives the model to read, in UTF-8 bytes."""
+    Tensors that `input_problem` has seen, as `inputs_checked` says, aren't looked through again.
+    """
     return (
         _identity(request)
         or _exactly_one_input(request)
-        or _input(request)
+        or _of_its_kind(request)
+        or (None if inputs_checked and request.inputs is not None else _input(request))
         or _size(request, content_bytes_max)
         or sampling_problem(request.sampling)
         or _timeout(request.timeout_ms)
+        or _cache_control(request.cache_control)
     )
 
 
@@ -60,20 +59,47 @@ def _identity(request: InferenceRequested) -> Problem | None:
         return Problem(f"model must have 1 to {MODEL_CHARS_MAX} characters", "model")
     if request.user is not None and len(request.user) > USER_CHARS_MAX:
         return Problem(f"user has {len(request.user)} characters; at most {USER_CHARS_MAX} are taken", "user")
-    return None
+    if len(request.call) > KEY_CHARS_MAX:
+        return Problem(f"call must have at most {KEY_CHARS_MAX} characters", "call")
+    return key_problem(request.idempotency_key, "idempotency_key") if request.idempotency_key else None
+
+
+def key_problem(key: str, param: str) -> Problem | None:
+    """What is wrong with an idempotency key, or None. It is compared as it is, byte by byte, so it may hold nothing that isn't seen."""
+    if 0 < len(key) <= KEY_CHARS_MAX and key.isascii() and key.isprintable():
+        return None
+    return Problem(f"{param} must have 1 to {KEY_CHARS_MAX} printable ASCII characters, such as a UUID", param)
 
 
 def _exactly_one_input(request: InferenceRequested) -> Problem | None:
-    inputs = {"messages": request.messages, "prompt": request.prompt, "prompt_token_ids": request.prompt_token_ids}
+    inputs = {
+        "messages": request.messages,
+        "prompt": request.prompt,
+        "prompt_token_ids": request.prompt_token_ids,
+        "inputs": request.inputs,
+    }
     given = [name for name, value in inputs.items() if value is not None]
     if len(given) == 1:
         return None
     if not given:
-        return Problem("one of messages, prompt and prompt_token_ids must be given", "messages")
+        return Problem("one of messages, prompt, prompt_token_ids and inputs must be given", "messages")
     return Problem(f"only one of {' and '.join(given)} may be given", given[1])
 
 
+def _of_its_kind(request: InferenceRequested) -> Problem | None:
+    """What belongs to tensors stands beside tensors, and what belongs to texts beside texts."""
+    if request.inputs is not None:
+        return (
+            None if request.sampling.n == 1 else Problem("a tensor model gives one answer: n must be 1", "sampling.n")
+        )
+    if request.outputs:
+        return Problem("outputs belong to inputs, and none are given", "outputs")
+    return Problem("parameters belong to inputs, and none are given", "parameters") if request.parameters else None
+
+
 def _input(request: InferenceRequested) -> Problem | None:
+    if request.inputs is not None:
+        return input_problem(request.inputs, request.outputs, request.parameters)
     if request.prompt is not None:
         return None if request.prompt else Problem("prompt is empty", "prompt")
     if request.prompt_token_ids is not None:
@@ -98,6 +124,8 @@ def _size(request: InferenceRequested, content_bytes_max: int) -> Problem | None
     """Characters bound bytes from both sides, so a text is encoded only where that decides."""
     if request.prompt_token_ids is not None:
         return None  # the record's own limit and the model's context bound them
+    if request.inputs is not None:
+        return _tensors_size(request.inputs, content_bytes_max)
     param, texts = ("prompt", (request.prompt,)) if request.prompt is not None else ("messages", _texts(request))
     chars = sum(len(text or "") for text in texts)
     if chars * 4 <= content_bytes_max:
@@ -108,6 +136,13 @@ def _size(request: InferenceRequested, content_bytes_max: int) -> Problem | None
     return Problem(f"{param} has {size} bytes or more; at most {content_bytes_max} are taken", param, too_large=True)
 
 
+def _tensors_size(inputs: Sequence[Tensor], content_bytes_max: int) -> Problem | None:
+    size = sum(len(tensor.data) for tensor in inputs)
+    if size <= content_bytes_max:
+        return None
+    return Problem(f"inputs have {size} bytes; at most {content_bytes_max} are taken", "inputs", too_large=True)
+
+
 def _texts(request: InferenceRequested) -> tuple[str, ...]:
     return tuple(message.content for message in request.messages or ())
 
@@ -116,6 +151,14 @@ def _timeout(timeout_ms: int | None) -> Problem | None:
     if timeout_ms is None or 1 <= timeout_ms <= TIMEOUT_MS_MAX:
         return None
     return Problem(f"timeout_ms must be between 1 and {TIMEOUT_MS_MAX}", "timeout_ms")
+
+
+def _cache_control(cache_control: str | None) -> Problem | None:
+    try:
+        parse(cache_control)
+    except ValueError as error:
+        return Problem(f"cache_control: {error}", "cache_control")
+    return None
 
 
 def sampling_problem(sampling: Sampling) -> Problem | None:
@@ -195,6 +238,8 @@ def vocabulary_problem(sampling: Sampling, prompt_token_ids: tuple[int, ...] | N
         ("sampling.stop_token_ids[{}]", enumerate(sampling.stop_token_ids)),
         ("sampling.logit_bias.{}", ((text, int(text)) for text in sampling.logit_bias)),
     )
+    if prompt_token_ids and min(prompt_token_ids) >= 0 and max(prompt_token_ids) < vocab_size:
+        groups = groups[1:]  # there may be millions of them
     for form, ids in groups:
         for place, token_id in ids:
             if not 0 <= token_id < vocab_size:

@@ -44,8 +44,10 @@ def outlook(
     now_ms: int,
     start_up_ms: int | None,
     stale_ms: int = STALE_MS,
+    ahead: int = 0,
 ) -> Outlook:
     """Of a work topic. Parameters as those of `placement.place`; `start_up_ms` is how long a worker of this version took to be ready, if known.
+    `ahead` are others that will be there before it and aren't yet: shared out evenly among the workers.
 
     Without a worker that is ready the wait is that of the one that will be first; with none that starts, the start of a new one.
     """
@@ -58,12 +60,14 @@ def outlook(
         begun = [each.report.started_ms for each in seen if each.report.state == STARTING]
         left_ms = None if start_up_ms is None else max(0, min(begun, default=now_ms) + start_up_ms - now_ms)
         return Outlook(0, 0, left_ms)
-    waiting, waits = 0, []
+    waiting, waits = ahead, []
+    each_ahead = -(-ahead // len(ready))
     for each in ready:
         report, slots = each.report, max(1, each.report.slots)
         gone = int(max(0, now_ms - each.seen_ms) * slots / report.service_ms) if report.service_ms > 0 else 0
         over = max(report.running, total(report, topic, ends) - gone) - slots
         waiting += max(0, over)
+        over += each_ahead
         if over < 0:
             waits.append(0)
         elif report.service_ms > 0:

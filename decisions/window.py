@@ -8,12 +8,15 @@ a model version must use the same number of records; `window_records` gives it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import TypeVar
 
-from schemas.topics import TIERS
+from decisions.capacity import has_room
+from schemas.topics import INTERACTIVE, TIERS
 
+T = TypeVar("T")
 WINDOW_SLOTS_FACTOR = 2
 """A window holds at least this many times a worker's slots, so that finished records above the lowest open one don't idle it."""
 
@@ -117,32 +120,112 @@ class Waiting:
     taken: int
     """The order in which the worker took it."""
     standing: Standing = Standing.FRESH
+    slots: int = 1
+    """The slots that it takes in time: one for each of its answers."""
 
 
-def choose(waiting: Sequence[Waiting], running: Sequence[Waiting]) -> int | None:
-    """The index of the record to begin now, or None if none may.
+INTERACTIVE_SLOTS_SHARE = 8
+"""One slot in so many is used by interactive requests alone, where nothing else is said."""
+
+GUESTS_SHARE = 8
+"""One guest in so many slots."""
+
+Owner = tuple[str, str]
+"""Tier and tenant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A worker's slots: all of them, those that only interactive requests use, and those promised to tenants of a tier.
+
+    `guests` are some more, for interactive requests of tenants that have nothing running here: they wait for nobody's answer to end. `used` are
+    the slots in use, of which one request may take several.
+    """
+
+    slots: int
+    interactive: int = 0
+    guests: int = 0
+    used: int = 0
+    guaranteed: Mapping[Owner, int] = field(default_factory=dict)
+
+
+def interactive_slots(configured: int | None, slots: int, tiers: Sequence[str]) -> int:
+    """Slots that a worker keeps for interactive requests: none if it serves no other tier, and never its only one."""
+    if INTERACTIVE not in tiers or len(tiers) == 1:
+        return 0
+    wanted = max(1, slots // INTERACTIVE_SLOTS_SHARE) if configured is None else configured
+    return min(wanted, slots - 1)
+
+
+def guest_slots(slots: int) -> int:
+    """Slots beyond the worker's own that newcomers find free. The engine must be made for so many more."""
+    return slots // GUESTS_SHARE
+
+
+def choose(waiting: Sequence[Waiting], running: Sequence[Waiting], room: Room | None = None) -> int | None:
+    """The index of the record to begin now, or None if none may. Without a `room` only what runs beside it is judged.
+
+    A record that nobody has begun leaves free what is kept for interactive requests, and what others are promised and don't use: with all
+    the slots that it takes, or with its first one if its owner has none here.
 
     The first tier in the order of `TIERS` that waits at all; of its records, the first by `Standing`; of those, one of the tenant that
-    has the fewest running here; of those, the one with the earliest deadline, then the one taken first.
+    has the fewest slots here; of those, the one with the earliest deadline, then the one taken first.
 
     A suspect begins when nothing else runs, and while it runs nothing else begins. Once it is its turn it holds the others back until
     what runs has ended. Records of a higher tier go before it, but only so many (`PASSED_MAX`): so none waits for ever.
     """
     if not waiting or any(record.standing is Standing.SUSPECT for record in running):
         return None
-    shares = Counter(record.tenant for record in running)
+    fits = _fits(waiting, running, room)
+    if not fits:
+        return None
+    shares = _slots((record.tenant, record) for record in running)
 
     def rank(index: int) -> tuple[int, Standing, int, int, int]:
         record = waiting[index]
         tier = TIERS.index(record.tier) if record.tier in TIERS else len(TIERS)
         return tier, record.standing, shares[record.tenant], record.deadline_ms, record.taken
 
-    best = min(range(len(waiting)), key=rank)
-    suspects = [index for index, record in enumerate(waiting) if record.standing is Standing.SUSPECT]
+    best = min(fits, key=rank)
+    suspects = [index for index in fits if waiting[index].standing is Standing.SUSPECT]
     oldest = min(suspects, key=lambda index: waiting[index].taken, default=best)
     if waiting[best].taken >= waiting[oldest].taken + PASSED_MAX:
         best = oldest
     return None if running and waiting[best].standing is Standing.SUSPECT else best
+
+
+def _fits(waiting: Sequence[Waiting], running: Sequence[Waiting], room: Room | None) -> Sequence[int]:
+    """The indices of those for whom there is a slot. Who was begun before has had one, and waits for no promise."""
+    if room is None:
+        return range(len(waiting))
+    in_use = _slots(((record.tier, record.tenant), record) for record in running)
+    others = sum(record.slots for record in running if record.tier != INTERACTIVE)
+    left = room.slots - room.interactive - others
+    full = max(room.used, len(running)) >= room.slots
+    may = dict[tuple[Owner, int], bool]()
+
+    def fits(record: Waiting) -> bool:
+        if full:
+            return record.tier == INTERACTIVE and not in_use[record.tier, record.tenant]
+        if record.standing is not Standing.FRESH:
+            return True
+        if record.tier != INTERACTIVE and left < (record.slots if others else 1):
+            return False
+        owner = record.tier, record.tenant
+        wanted = record.slots if in_use[owner] else 1
+        if (owner, wanted) not in may:
+            may[owner, wanted] = not room.guaranteed or has_room(room.slots, room.guaranteed, in_use, owner, wanted)
+        return may[owner, wanted]
+
+    return [index for index, record in enumerate(waiting) if fits(record)]
+
+
+def _slots(records: Iterable[tuple[T, Waiting]]) -> Counter[T]:
+    """The slots that records take, by what they are counted under."""
+    counted: Counter[T] = Counter()
+    for name, record in records:
+        counted[name] += record.slots
+    return counted
 
 
 def expired(waiting: Waiting, now_ms: int) -> bool:

@@ -21,7 +21,7 @@ Convert = Callable[[Any], Any]
 Check = Callable[[Any, str], Any]
 
 
-def _optional(annotation: Any) -> Any | None:
+def optional(annotation: Any) -> Any | None:
     """X if the annotation is `X | None`, else None."""
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         inner = [a for a in typing.get_args(annotation) if a is not type(None)]
@@ -31,12 +31,13 @@ def _optional(annotation: Any) -> Any | None:
     return None
 
 
-def _fields(cls: type[Any]) -> list[tuple[dataclasses.Field[Any], Any]]:
+def fields(cls: type[Any]) -> list[tuple[dataclasses.Field[Any], Any]]:
+    """A dataclass's fields, with what their annotations mean."""
     hints = typing.get_type_hints(cls)
     return [(f, hints[f.name]) for f in dataclasses.fields(cls)]
 
 
-def _default(f: dataclasses.Field[Any]) -> Any:
+def default(f: dataclasses.Field[Any]) -> Any:
     """The field's default as Avro's JSON, or MISSING."""
     value = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
     if value is dataclasses.MISSING:
@@ -53,22 +54,22 @@ def schema_of(cls: type[Any], seen: set[str] | None = None) -> dict[str, Any] | 
     if name in seen:
         return name
     seen.add(name)
-    fields = []
-    for f, annotation in _fields(cls):
+    entries = []
+    for f, annotation in fields(cls):
         entry: dict[str, Any] = {"name": f.name, "type": _schema(annotation, seen)}
-        if (default := _default(f)) is not dataclasses.MISSING:
-            if default is not None and isinstance(entry["type"], list):
+        if (value := default(f)) is not dataclasses.MISSING:
+            if value is not None and isinstance(entry["type"], list):
                 entry["type"] = entry["type"][::-1]
-            entry["default"] = default
-        fields.append(entry)
+            entry["default"] = value
+        entries.append(entry)
     doc = " ".join((cls.__doc__ or "").split())
-    return {"type": "record", "name": cls.__name__, "namespace": NAMESPACE, "doc": doc, "fields": fields}
+    return {"type": "record", "name": cls.__name__, "namespace": NAMESPACE, "doc": doc, "fields": entries}
 
 
 def _schema(annotation: Any, seen: set[str]) -> Any:
     if annotation in _PRIMITIVES:
         return _PRIMITIVES[annotation]
-    if (inner := _optional(annotation)) is not None:
+    if (inner := optional(annotation)) is not None:
         return ["null", _schema(inner, seen)]
     if typing.get_origin(annotation) is tuple:
         return {"type": "array", "items": _schema(typing.get_args(annotation)[0], seen)}
@@ -87,7 +88,7 @@ _CHECKERS: dict[type[Any], Check] = {}
 def writer(cls: type[Any]) -> Convert:
     """A function from an instance of the dataclass to a dictionary with plain values."""
     if cls not in _WRITERS:
-        parts = tuple((f.name, _writer(annotation)) for f, annotation in _fields(cls))
+        parts = tuple((f.name, _writer(annotation)) for f, annotation in fields(cls))
         plain = tuple(name for name, convert in parts if convert is None)
         nested = tuple((name, convert) for name, convert in parts if convert is not None)
 
@@ -105,7 +106,7 @@ def _writer(annotation: Any) -> Convert | None:
     """The conversion that values of this type need, or None if they go as they are."""
     if annotation in _PRIMITIVES:
         return None
-    if (inner := _optional(annotation)) is not None:
+    if (inner := optional(annotation)) is not None:
         return _apply_optional(_writer(inner))
     if typing.get_origin(annotation) is tuple:
         return _apply_each(_writer(typing.get_args(annotation)[0]), list, unchanged=None)
@@ -129,7 +130,7 @@ def _apply_values(convert: Convert | None) -> Convert | None:
 def reader(cls: type[Any]) -> Convert:
     """A function from a dictionary that Avro has already checked to an instance of the dataclass."""
     if cls not in _READERS:
-        parts = tuple((f.name, _reader(annotation)) for f, annotation in _fields(cls))
+        parts = tuple((f.name, _reader(annotation)) for f, annotation in fields(cls))
         nested = tuple((name, convert) for name, convert in parts if convert is not None)
 
         def read(value: dict[str, Any]) -> Any:
@@ -144,7 +145,7 @@ def reader(cls: type[Any]) -> Convert:
 def _reader(annotation: Any) -> Convert | None:
     if annotation in _PRIMITIVES:
         return None
-    if (inner := _optional(annotation)) is not None:
+    if (inner := optional(annotation)) is not None:
         return _apply_optional(_reader(inner))
     if typing.get_origin(annotation) is tuple:
         return _apply_each(_reader(typing.get_args(annotation)[0]), tuple, unchanged=tuple)
@@ -159,7 +160,7 @@ def _reader(annotation: Any) -> Convert | None:
 def checker(cls: type[Any]) -> Check:
     """A function (value, path) -> instance that takes nothing on trust. Raises `InvalidField` naming the path at fault."""
     if cls not in _CHECKERS:
-        parts = {f.name: (_checker(annotation), _required(f)) for f, annotation in _fields(cls)}
+        parts = {f.name: (_checker(annotation), _required(f)) for f, annotation in fields(cls)}
 
         def check(value: Any, path: str) -> Any:
             if not isinstance(value, Mapping):
@@ -195,7 +196,7 @@ def _required(f: dataclasses.Field[Any]) -> bool:
 def _checker(annotation: Any) -> Check:
     if annotation in _PRIMITIVES:
         return _PRIMITIVE_CHECKS[annotation]
-    if (inner := _optional(annotation)) is not None:
+    if (inner := optional(annotation)) is not None:
         convert = _checker(inner)
         return lambda value, path: None if value is None else convert(value, path)
     if typing.get_origin(annotation) is tuple:

@@ -8,14 +8,17 @@ resolves the writer's schema by its fingerprint, so old and new processes mix.
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, cast
 
 import fastavro
 import fastavro.schema
 
+from schemas.avro_code import MISFITS, reading, writing
 from schemas.avro_form import NAMESPACE, checker, reader, schema_of, writer
 from schemas.errors import HeadraceError, InvalidField, Undecodable, UnknownSchema
 from schemas.events import EVENT_TYPES, Event, SchemaPublished
@@ -35,8 +38,6 @@ def fingerprint(schema: Schema) -> str:
 class _Type:
     """What is known of one event type: its own schema, and conversions."""
 
-    __slots__ = ("cls", "fingerprint", "header", "parsed", "schema", "to_dict")
-
     def __init__(self, cls: type[Event]) -> None:
         self.cls = cls
         self.schema = cast(Schema, schema_of(cls))
@@ -45,6 +46,16 @@ class _Type:
         self.fingerprint = fingerprint(self.schema)
         self.header = MARKER + bytes.fromhex(self.fingerprint)
         self.to_dict = writer(cls)
+
+    @cached_property
+    def write(self) -> Callable[[Event], bytes]:
+        """Made when it is first needed: a process writes few types."""
+        return writing(self.cls, self.header)
+
+    @cached_property
+    def read(self) -> Callable[[bytes, int], Event]:
+        """The same."""
+        return reading(self.cls)
 
 
 _TYPES: dict[type[Any], _Type] = {cls: _Type(cls) for cls in EVENT_TYPES}
@@ -70,6 +81,13 @@ def encode(event: Event) -> bytes:
     if isinstance(event, SchemaPublished):
         return encode_json(event)
     t = _TYPES[type(event)]
+    try:
+        return t.write(event)
+    except MISFITS:
+        return _encode_generic(t, event)
+
+
+def _encode_generic(t: _Type, event: Event) -> bytes:
     out = io.BytesIO()
     out.write(t.header)
     try:
@@ -136,6 +154,7 @@ class Codec:
 
     def __init__(self) -> None:
         self._decoders: dict[bytes, Callable[[io.BytesIO], Event]] = {}
+        self._own = {bytes.fromhex(t.fingerprint): t for t in _TYPES.values()}
         for t in _TYPES.values():
             self._add(t.fingerprint, t, None)
 
@@ -176,9 +195,13 @@ class Codec:
             return decode_json(value)
         if value[:2] != MARKER or len(value) < HEADER_BYTES:
             raise Undecodable("the record is neither Avro single-object encoding (C3 01 …) nor JSON ({…)")
-        decode = self._decoders.get(value[2:HEADER_BYTES])
+        mark = value[2:HEADER_BYTES]
+        if (own := self._own.get(mark)) is not None:
+            with contextlib.suppress(*MISFITS):
+                return own.read(value, HEADER_BYTES)
+        decode = self._decoders.get(mark)
         if decode is None:
-            raise UnknownSchema(value[2:HEADER_BYTES].hex())
+            raise UnknownSchema(mark.hex())
         body = io.BytesIO(value)
         body.seek(HEADER_BYTES)
         try:

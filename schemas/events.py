@@ -15,6 +15,7 @@ from schemas.parts import (
     ChoiceAnswer,
     ChoiceEnd,
     Decision,
+    Keyed,
     Message,
     PartitionReport,
     Position,
@@ -26,10 +27,13 @@ from schemas.parts import (
     SavedCounter,
     SavedHold,
     Slot,
+    Tensor,
+    TensorSpec,
     Timings,
     TokenLogprob,
     Usage,
 )
+from schemas.quick import quick
 
 __all__ = [
     "EVENT_TYPES",
@@ -49,21 +53,25 @@ __all__ = [
     "InferenceCancelled",
     "InferenceCompleted",
     "InferenceFailed",
+    "InferenceJoined",
     "InferenceRejected",
     "InferenceRequested",
     "InferenceScheduled",
     "InferenceStarted",
+    "Keyed",
     "LedgerSaved",
     "Message",
     "ModelPromoted",
     "ModelVersionRegistered",
     "PartitionReport",
+    "PayloadStored",
     "Position",
     "Quota",
     "Rate",
     "Rates",
     "RecordDeadLettered",
     "Reply",
+    "RequestKeyed",
     "Sampling",
     "SavedCounter",
     "SavedHold",
@@ -71,6 +79,8 @@ __all__ = [
     "Slot",
     "StreamEvent",
     "TenantChanged",
+    "Tensor",
+    "TensorSpec",
     "Timings",
     "TokenLogprob",
     "TokensGenerated",
@@ -83,9 +93,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequested:
-    """A caller asks. Exactly one of `messages`, `prompt`, `prompt_token_ids` is given. The tenant comes from the record's grant.
+    """A caller asks. Exactly one of `messages`, `prompt`, `prompt_token_ids`, `inputs` is given. The tenant comes from the record's grant.
+
+    `inputs` are a tensor model's; of its outputs those named in `outputs` are wanted, all if none is. `parameters` are its processor's.
 
     `timeout_ms` counts from the record's own timestamp; None takes the model's default. `stream` false lets the worker send larger chunks.
+    What is asked again under one `idempotency_key` is answered by the first's stream. Where such a call has several requests, `call` tells
+    each of them what they ask together and which of them it is.
+    `cache_control` has the words of HTTP's header: `no-cache`, `no-store`, `max-age=SECONDS`.
     """
 
     request_id: str
@@ -97,6 +112,12 @@ class InferenceRequested:
     timeout_ms: int | None = None
     stream: bool = True
     user: str | None = None
+    idempotency_key: str = ""
+    call: str = ""
+    cache_control: str | None = None
+    inputs: tuple[Tensor, ...] | None = None
+    outputs: tuple[str, ...] = ()
+    parameters: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +133,12 @@ class InferenceCancelled:
 
 @dataclass(frozen=True, slots=True)
 class InferenceScheduled:
-    """Work for a worker: what to generate, under which limits, and where to send it. `sampling.max_tokens` is resolved.
+    """Work for a worker: what to generate or infer, under which limits, and where to send it. `sampling.max_tokens` is resolved.
 
-    `rates` is what the tenant had left of its limits then; the first start carries it on to the caller.
+    Of a tensor model `inputs` are given, prepared as far as its processor does that in admission, and `prompt_tokens` counts the tokens in them.
+
+    `rates` is what the tenant had left of its limits then; the first start carries it on to the caller. `cache_key` names the answer in the
+    response cache, and is empty if it may not be stored; `shared` says that equal work in progress may have one answer.
     """
 
     request_id: str
@@ -132,6 +156,12 @@ class InferenceScheduled:
     source: Position | None = None
     time_limit_ms: int | None = None
     rates: Rates | None = None
+    cache_key: str = ""
+    shared: bool = False
+    inputs: tuple[Tensor, ...] | None = None
+    outputs: tuple[str, ...] = ()
+    parameters: dict[str, str] = field(default_factory=dict)
+    prompt_tokens: int = 0
 
 
 # --- tokens, tokens.<tenant> -----------------------------------------------------------------------------------------
@@ -139,7 +169,10 @@ class InferenceScheduled:
 
 @dataclass(frozen=True, slots=True)
 class GenerationStarted:
-    """A worker began, or went on, generating; `from_tokens` counts, for each choice, the tokens it goes on from."""
+    """A worker began, or went on, generating; `from_tokens` counts, for each choice, the tokens it goes on from.
+
+    `cache_key` is that of the work. `cache_age_ms` says that the answer comes from the response cache, and how old it is there.
+    """
 
     request_id: str
     tenant: str
@@ -153,6 +186,8 @@ class GenerationStarted:
     queue_ms: float = 0.0
     sampling: Sampling | None = None
     rates: Rates | None = None
+    cache_key: str = ""
+    cache_age_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +230,7 @@ class GenerationReleased:
 
 @dataclass(frozen=True, slots=True)
 class InferenceCompleted:
-    """The answer is whole. On `tokens` by the worker, with `attempt`; on `lifecycle` as folded."""
+    """The answer is whole. On `tokens` by the worker, with `attempt`; on `lifecycle` as folded, without `outputs`: those of a tensor model."""
 
     request_id: str
     tenant: str
@@ -207,6 +242,7 @@ class InferenceCompleted:
     usage: Usage
     timings: Timings
     worker_id: str
+    outputs: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +266,24 @@ class InferenceFailed:
     source: str = "worker"
 
 
+@dataclass(frozen=True, slots=True)
+class InferenceJoined:
+    """The request was asked before: the stream of the first, at `first_reply`, is its answer, from its start. It has no stream of its own.
+
+    On `lifecycle` too. `first_requested_ms` is when the first was asked: nothing of its stream is older.
+    """
+
+    request_id: str
+    tenant: str
+    model: str
+    tier: str
+    first_request_id: str
+    first_reply: Reply
+    first_requested_ms: int
+    requested_ms: int = 0
+    source: Position | None = None
+
+
 # --- lifecycle -------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +292,8 @@ class InferenceAdmitted:
     """Admission let a request in: the routing decision, what it reserves in which scopes of the tenant's ledger, and every check on the way.
 
     It is void if its record's own time is later than `valid_until_ms` (0: never): its writer may have lost the partition by then.
+    `keyed` says by what it is known when it is asked again.
+    What is `cached` is answered from the response cache: it runs nowhere.
     """
 
     request_id: str
@@ -259,6 +315,8 @@ class InferenceAdmitted:
     time_limit_ms: int | None = None
     scopes: tuple[str, ...] = ("",)
     valid_until_ms: int = 0
+    keyed: Keyed | None = None
+    cached: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +357,11 @@ class InferenceStarted:
 
 @dataclass(frozen=True, slots=True)
 class InferenceAnswered:
-    """The whole result of a finished request, as folded. `error_reason` is set, and choices hold what came, if it failed."""
+    """The whole result of a finished request, as folded. `error_reason` is set, and choices hold what came, if it failed.
+
+    `cache_key` names it in the response cache; it is empty if it may not be stored there, or came from there.
+    `retry_after_ms` is that of the refusal: None if it was none, or waiting is unknown to help.
+    """
 
     request_id: str
     tenant: str
@@ -310,6 +372,9 @@ class InferenceAnswered:
     usage: Usage
     error_reason: str | None = None
     error_message: str | None = None
+    cache_key: str = ""
+    outputs: tuple[Tensor, ...] = ()
+    retry_after_ms: int | None = None
 
 
 # --- ledger.<tier> ---------------------------------------------------------------------------------------------------
@@ -331,6 +396,44 @@ class LedgerSaved:
     open: tuple[SavedHold, ...] = ()
 
 
+# --- idempotency.<tier> ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKeyed:
+    """A request that was let in has used a key: whoever asks again under it joins this one's stream. `free`: not any more, since it failed.
+
+    `requested_ms` is when it was asked: a key is remembered for a day from then on.
+    """
+
+    tenant: str
+    tier: str
+    keyed: Keyed
+    request_id: str
+    reply: Reply
+    model: str
+    requested_ms: int
+    free: bool = False
+
+
+# --- in the place of an event that is too large for a record ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadStored:
+    """An event too large for a record is in the object store: under its tenant, by the SHA-256 of its object, in lower-case hex.
+
+    `event` is its name. `outline` is the same event without its content, encoded: what a reader knows before, or without, the object.
+    """
+
+    request_id: str
+    tenant: str
+    event: str
+    digest: str
+    size_bytes: int
+    outline: bytes | None = None
+
+
 # --- workers, tenants, registry, schemas, dead-letters ---------------------------------------------------------------
 
 
@@ -339,7 +442,8 @@ class WorkerReported:
     """A worker's state, as of the record's timestamp. `state`: `starting`, `ready`, `draining` or `stopped`.
 
     `service_ms` is how long a request has run in a slot, on the average of the last ones; `start_up_ms` how long the worker took to be ready.
-    Both are 0 until they are known.
+    Both are 0 until they are known. `window_records` is how many records of each partition it looks at; 0 if it doesn't say. `tiers` are those that it
+    serves; none if it doesn't say, which was all.
     """
 
     worker_id: str
@@ -357,6 +461,8 @@ class WorkerReported:
     started_ms: int = 0
     service_ms: float = 0.0
     start_up_ms: int = 0
+    window_records: int = 0
+    tiers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,7 +484,14 @@ class TenantChanged:
 class ModelVersionRegistered:
     """A model version may be served: by which engine, from which weights, within which limits. `engine_args` is a JSON object.
 
-    `max_queue_depth` is by tier how many requests may wait for a slot; a tier that isn't named has no such limit.
+    `max_queue_depth` is by tier how many requests may wait for a slot; a tier that isn't named has no such limit. `interactive_slots` of a worker's
+    slots are used by no other tier; None keeps one in eight.
+
+    Answers stay in the response cache for `cache_ttl_ms` (0: it has none), those of all versions of the model in `cache_bytes`; `cache_hit_cost`
+    says what one from there costs its tenant: a request, or `tokens` as if it had been generated.
+
+    A tensor model has `inputs` and `outputs`, those that its callers see. Its `processor` makes the model's own tensors of them, and is empty
+    where they are the same.
     """
 
     model: str
@@ -396,6 +509,13 @@ class ModelVersionRegistered:
     digest: str = ""
     time_limit_ms: int = 3_600_000
     max_queue_depth: dict[str, int] = field(default_factory=dict)
+    interactive_slots: int | None = None
+    cache_ttl_ms: int = 0
+    cache_bytes: int = 64 * 1024 * 1024
+    cache_hit_cost: str = "requests"
+    processor: str = ""
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,11 +570,14 @@ Event = (
     | GenerationReleased
     | InferenceCompleted
     | InferenceFailed
+    | InferenceJoined
     | InferenceAdmitted
     | InferenceRejected
     | InferenceStarted
     | InferenceAnswered
+    | PayloadStored
     | LedgerSaved
+    | RequestKeyed
     | WorkerReported
     | TenantChanged
     | ModelVersionRegistered
@@ -464,6 +587,8 @@ Event = (
     | DeadLetterSettled
 )
 EVENT_TYPES: tuple[type[Event], ...] = Event.__args__
+for _type in EVENT_TYPES:
+    quick(_type)
 StreamEvent = (
     GenerationStarted
     | TokensGenerated

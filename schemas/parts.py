@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from schemas.quick import quick
+
 STOPS_MAX = 16
 """Stop strings of one request."""
 STOP_CHARS_MAX = 256
 """Characters of one stop string."""
 
 
+@quick
 @dataclass(frozen=True, slots=True, order=True)
 class Attempt:
     """One try at a request, ordered: first by the generation of the owner's consumer group, then by the owner's own counter."""
@@ -18,6 +21,7 @@ class Attempt:
     counter: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Reply:
     """Where the answer goes: a partition of a `tokens` topic, and whether its records are `avro` or `json`."""
@@ -27,6 +31,7 @@ class Reply:
     encoding: str = "avro"
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Position:
     """A place in the log."""
@@ -36,6 +41,16 @@ class Position:
     offset: int
 
 
+@quick
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    """By what a request is known when it is asked again: the SHA-256 (hex) of its key, and of all that it asks."""
+
+    key: str
+    fingerprint: str
+
+
+@quick
 @dataclass(frozen=True, slots=True)
 class Message:
     """One message of a chat."""
@@ -45,6 +60,7 @@ class Message:
     name: str | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are chosen and when to stop. `logprobs` is the number of alternatives a token (0: the chosen one alone), or None.
@@ -72,6 +88,28 @@ class Sampling:
     logit_bias: dict[str, float] = field(default_factory=dict)
 
 
+@quick
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A named tensor: `datatype` and `shape` as in the Open Inference Protocol, `data` its elements as `schemas.tensors` says."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@quick
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a model takes or gives under a name; an extent of -1 may be any."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@quick
 @dataclass(frozen=True, slots=True)
 class Decision:
     """One step of a decision: which check, what it found (`passed`, `refused` or a choice), and on what grounds."""
@@ -81,6 +119,7 @@ class Decision:
     detail: str = ""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Alternative:
     """A token that could have come at some place. `text` is its bytes, which may be part of a character."""
@@ -90,6 +129,7 @@ class Alternative:
     logprob: float
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """The chosen token's log-probability, and the likeliest alternatives, best first."""
@@ -100,6 +140,7 @@ class TokenLogprob:
     top: tuple[Alternative, ...] = ()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ChoiceEnd:
     """How one choice ended: tokens made, `stop` or `length`, the stop string or token id that matched, and text still held back."""
@@ -111,6 +152,7 @@ class ChoiceEnd:
     text: str = ""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ChoiceAnswer:
     """One choice, whole."""
@@ -123,6 +165,7 @@ class ChoiceAnswer:
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens that a request used; `cached_tokens` of the prompt were already in the engine's prefix cache."""
@@ -132,6 +175,7 @@ class Usage:
     cached_tokens: int = 0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Timings:
     """A worker's own durations: waiting in the log and the window, from start to first token, from start to end."""
@@ -141,6 +185,7 @@ class Timings:
     model_ms: float = 0.0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class ApiKey:
     """One key of a tenant; only its SHA-256 (hex) is kept."""
@@ -153,6 +198,7 @@ class ApiKey:
     name: str = ""
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class PartitionReport:
     """What a worker holds of one work partition: the offset committed, and the records it finished above it."""
@@ -163,11 +209,13 @@ class PartitionReport:
     finished_above: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Quota:
     """Limits of one tier. `key_id` and `model` say what they count: "" all together, a name that one alone, `*` each apart.
 
-    A limit that is None doesn't limit. Tokens are prompt + generated. Days and months are the calendar's, in UTC.
+    A limit that is None doesn't limit. Tokens are prompt + generated. Days and months are the calendar's, in UTC. `reserved_percent` is no limit:
+    that much of the model's slots is kept for the tenant.
     """
 
     tier: str
@@ -178,8 +226,10 @@ class Quota:
     concurrent_requests: int | None = None
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
+    reserved_percent: int | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Rate:
     """A limit as OpenAI's headers tell it: a request that needs no more than `remaining` would be let in now.
@@ -192,6 +242,7 @@ class Rate:
     reset_ms: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Of all limits on requests and on tokens over time, the one of each with the least left; None if there is none."""
@@ -200,6 +251,7 @@ class Rates:
     tokens: Rate | None = None
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Charges that expire together: requests, tokens used by those that ended, and tokens held by those that stand."""
@@ -211,6 +263,7 @@ class Slot:
     held: int = 0
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class SavedCounter:
     """One scope's counter: see `decisions.ledger.Counter`."""
@@ -226,9 +279,13 @@ class SavedCounter:
     tokens_total: int
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class SavedHold:
-    """What an open request holds: charged at that time, in these scopes. It must have ended at `last_ms`; its stream is at `reply`."""
+    """What an open request holds: charged at that time, in these scopes. It must have ended at `last_ms`; its stream is at `reply`.
+
+    `pool` is the model version that serves it, as `model version`; `begun` says whether a worker has begun it.
+    """
 
     request_id: str
     charged_ms: int
@@ -238,3 +295,5 @@ class SavedHold:
     last_ms: int
     scopes: tuple[str, ...]
     reply: Reply | None = None
+    pool: str = ""
+    begun: bool = False

@@ -38,6 +38,7 @@ class Reason(StrEnum):
     ENGINE_ERROR = "engine_error"
     ANSWER_TOO_LARGE = "answer_too_large"
     INCONSISTENT_STREAM = "inconsistent_stream"
+    PAYLOAD_LOST = "payload_lost"
     UNDECODABLE = "undecodable"
     INTERNAL_ERROR = "internal_error"
 
@@ -102,6 +103,7 @@ _MEANINGS = {
     Reason.ENGINE_ERROR: _Meaning(500, "INTERNAL", "server_error", False, "The model failed on this request."),
     Reason.ANSWER_TOO_LARGE: _Meaning(500, "INTERNAL", "server_error", False, "The answer is larger than it may be."),
     Reason.INCONSISTENT_STREAM: _Meaning(500, "INTERNAL", "server_error", True, "The worker's count differs from the stream."),
+    Reason.PAYLOAD_LOST: _Meaning(500, "DATA_LOSS", "server_error", False, "What was put into the object store is missing or damaged; ask anew."),
     Reason.UNDECODABLE: _Meaning(400, "INVALID_ARGUMENT", "invalid_request_error", False, "The record is no event."),
     Reason.INTERNAL_ERROR: _Meaning(500, "INTERNAL", "server_error", True, "Something went wrong inside Headrace."),
 }

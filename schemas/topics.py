@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
@@ -25,17 +26,27 @@ DEFAULTS = "*"
 TOKENS_PATTERN = r"^tokens(\.[A-Za-z0-9_-]+)?$"
 
 GRANT_HEADER = "grant"
+TIMEOUT_HEADER = "timeout-ms"
+"""On a record in `requests.*`: the deadline from now, as a decimal number. The shorter of this and the request's own holds."""
+CACHE_HEADER = "cache-key"
+"""On a record in `answers` that may go to the response cache."""
 TRACEPARENT_HEADER = "traceparent"
 TRACESTATE_HEADER = "tracestate"
 
 MINUTE_MS = 60_000
 HOUR_MS = 60 * MINUTE_MS
 DAY_MS = 24 * HOUR_MS
+KEY_KEPT_MS = DAY_MS
+"""How long an idempotency key is remembered, from the moment at which its request was asked."""
 
+WORK_TOPICS_KEPT = 4_096
+"""Of so many model versions and tiers the topic's name is remembered: it is asked for several times a request."""
 INLINE_MAX_BYTES = 768 * 1024
-"""The largest payload that travels inside a record."""
+"""The largest event that travels inside a record; a larger one of a tenant's goes by the object store (`schemas/payloads.py`)."""
 REQUEST_MAX_BYTES = 8 * 1024 * 1024
 """The largest payload that is taken at all."""
+ANSWER_MAX_BYTES = 32 * 1024 * 1024
+"""The largest answer that is told whole; all that is told so is kept."""
 RECORD_MAX_BYTES = 2 * 1024 * 1024
 """The largest record a topic takes: an inline payload in its least compact encoding, and its headers."""
 
@@ -68,11 +79,17 @@ def ledger_topic(tier: str) -> str:
     return f"ledger.{tier}"
 
 
+def idempotency_topic(tier: str) -> str:
+    """The topic that remembers under which keys a tier's requests were asked."""
+    return f"idempotency.{tier}"
+
+
 def tenant_tokens_topic(tenant: str) -> str:
     """The topic that holds a direct producer's answers."""
     return f"tokens.{check_word('tenant', tenant)}"
 
 
+@lru_cache(maxsize=WORK_TOPICS_KEPT)
 def work_topic(model: str, version: str, tier: str) -> str:
     """The topic that holds a model version's work of one tier. The version has no dot, so the name reads back in one way."""
     return f"work.{check_model(model)}.{check_word('version', version)}.{tier}"
@@ -102,7 +119,7 @@ def check_word(param: str, word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PartitionCounts:
-    """How many partitions each kind of topic has. `requests` counts for `lifecycle` and `ledger.*` too: all are keyed by tenant."""
+    """How many partitions each kind of topic has. `requests` counts for `lifecycle`, `ledger.*` and `idempotency.*` too: all are keyed by tenant."""
 
     requests: int = 4
     tokens: int = 8
@@ -117,6 +134,7 @@ def core_topics(counts: PartitionCounts = PartitionCounts()) -> tuple[TopicSpec,
         TopicSpec(ANSWERS, counts.answers, "request id", 7 * DAY_MS),
         TopicSpec(LIFECYCLE, counts.requests, "tenant", 30 * DAY_MS),
         *(TopicSpec(ledger_topic(tier), counts.requests, "tenant and writer", compacted=True) for tier in TIERS),
+        *(TopicSpec(idempotency_topic(tier), counts.requests, "tenant", KEY_KEPT_MS) for tier in TIERS),
         TopicSpec(CONTROL, 1, "request id", HOUR_MS),
         TopicSpec(WORKERS, 1, "worker id", compacted=True),
         TopicSpec(TENANTS, 1, "tenant", compacted=True),
