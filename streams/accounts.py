@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -19,21 +20,32 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
 from decisions.accounts import Accounts
+from decisions.ledger_rows import Row
 from infra.kafka import Batching, make_consumer, stop_consumer
 from infra.log import EventDecoder, EventProducer
 from infra.read import read_to_end
 from infra.settings import KafkaSettings
+from schemas.codec import encode
 from schemas.errors import HeadraceError, Undecodable
-from schemas.events import LedgerSaved
-from schemas.topics import LIFECYCLE, ledger_topic
+from schemas.events import Event, LedgerSaved, RequestKeyed
+from schemas.topics import LIFECYCLE, idempotency_topic, ledger_topic
+from streams.keys import read_keys
 from streams.lease import Lease
 
 SAVE_S = 5.0
+REST = 4.0
+"""For each second of the processor that making a row takes, so many without one: a fifth of a core for saving while requests are decided."""
+OPEN_IN_LINE_MAX = 32
+"""Rows of more open requests are made in a thread."""
+LAST_S_MAX = 3.0
+"""So long the last saving may keep a process from leaving: whoever comes next can read all of it in `lifecycle`, too."""
 POLL_MS = 100
 RECORDS_MAX = 2_000
 FETCH_WAIT_MS = 100
 """By so much the end of a request may be heard of late; a fetch for each record would cost more than all else that is done for it."""
 FETCH_BYTES_MIN = 64 * 1024
+WROTE_MAX = 4_096
+"""Of so many events that this process wrote it is remembered what their bytes mean."""
 RETRY_S = 1.0
 LEASE_LOOK_S = 0.1
 
@@ -44,7 +56,7 @@ log = structlog.get_logger("streams.accounts")
 class _Held:
     """A partition's ledgers. `ours` while Faust gives it; `ready` once it was read to `target`; `news` when more is read.
 
-    `stale` are the keys of older rows, by tenant.
+    `stale` are the keys of older rows, by tenant. `keys` reads under which idempotency keys requests were let in before.
     """
 
     accounts: Accounts
@@ -55,6 +67,12 @@ class _Held:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     writer: str = field(default_factory=lambda: uuid.uuid4().hex)
     stale: dict[str, set[str]] = field(default_factory=dict)
+    keys: asyncio.Task[None] | None = None
+
+    def forget_keys(self) -> None:
+        """Nobody asks for them any more."""
+        if self.keys is not None:
+            self.keys.cancel()
 
 
 class Ledgers:
@@ -70,6 +88,7 @@ class Ledgers:
         self._lease: Lease | None = None
         self._batching = Batching(FETCH_WAIT_MS, FETCH_BYTES_MIN)
         self._held: dict[int, _Held] = {}
+        self._wrote: OrderedDict[bytes | None, Event] = OrderedDict()
         self._changed = False
         self._consumer: AIOKafkaConsumer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -80,14 +99,22 @@ class Ledgers:
         self._committed, self._lease = committed, lease
         self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._save_regularly())]
 
+    async def save_last(self) -> None:
+        """Save once more, and no more then. To be done before the partitions are given up: they are others' to save from then on."""
+        await self._end(self._tasks[1:])
+        with contextlib.suppress(HeadraceError, TimeoutError):
+            async with asyncio.timeout(LAST_S_MAX):
+                await self._save_all(last=True)
+
     async def stop(self) -> None:
-        """Save once more, and stop."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        with contextlib.suppress(HeadraceError):
-            await self._save_all()
+        """Follow and save no more."""
+        await self._end([*self._tasks, *(held.keys for held in self._held.values() if held.keys is not None)])
         await self._close()
+
+    async def _end(self, tasks: list[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- partitions come and go ----------------------------------------------------------------------------------------
 
@@ -101,7 +128,10 @@ class Ledgers:
     def assigned(self, partitions: Collection[int]) -> None:
         """These are ours, and no others. Each is ready once it is read to where `lifecycle` ends now."""
         for partition in set(self._held) - set(partitions):
-            self._held.pop(partition).ready.set()
+            gone = self._held.pop(partition)
+            gone.ours = False
+            gone.forget_keys()
+            gone.ready.set()
         for partition in partitions:
             held = self._held.setdefault(partition, _Held(Accounts(self._tier)))
             held.ours, held.target, held.ready = True, None, asyncio.Event()
@@ -123,6 +153,15 @@ class Ledgers:
             await asyncio.sleep(LEASE_LOOK_S)
         return held.accounts if self._held.get(partition) is held and held.ours else None
 
+    async def remembers(self, partition: int, accounts: Accounts) -> bool:
+        """Waits until the partition's idempotency keys are known; whether these are still its ledgers then."""
+        held = self._held.get(partition)
+        if held is not None and held.keys is not None:
+            await asyncio.wait([held.keys])
+            if not held.keys.cancelled():
+                held.keys.result()
+        return self.current(partition, accounts)
+
     async def news(self, partition: int, wait_s: float) -> None:
         """Returns when `lifecycle` has told something more in a partition, or after so long."""
         if (held := self._held.get(partition)) is not None:
@@ -143,6 +182,20 @@ class Ledgers:
         """The same without waiting: what is known of it by now."""
         held = self._held.get(partition)
         return held.accounts if held is not None else None
+
+    def wrote(self, value: bytes, event: Event) -> None:
+        """An event that this process writes to `lifecycle`: it will read these bytes there, and needn't decode them."""
+        self._wrote[value] = event
+        if len(self._wrote) > WROTE_MAX:
+            self._wrote.popitem(last=False)
+
+    def queueing(self, pool: str) -> set[str]:
+        """Who has requests in a pool's queue, of all partitions that are ours."""
+        return {name for held in self._held.values() if held.ours for name in held.accounts.queues.tenants(pool)}
+
+    def queueing_at_most(self, pool: str) -> int:
+        """No fewer than `queueing` has, and sooner told."""
+        return sum(len(held.accounts.queues.tenants(pool)) for held in self._held.values() if held.ours)
 
     # --- following -----------------------------------------------------------------------------------------------------
 
@@ -195,8 +248,11 @@ class Ledgers:
                 if isinstance(row, LedgerSaved):
                     fresh[number].accounts.restore(row)
                     fresh[number].stale.setdefault(row.tenant, set()).add(key.decode(errors="replace"))
-        for held in fresh.values():
+        for number, held in fresh.items():
             held.restored = True
+            held.forget_keys()  # only now: what the rows take as done is remembered there
+            read = read_keys(self._settings, self._decoder, self._tier, number, held.accounts.keys)
+            held.keys = asyncio.create_task(read, name=f"keys {self._tier} {number}")
 
     async def _poll(self) -> None:
         assert self._consumer is not None
@@ -218,7 +274,9 @@ class Ledgers:
     async def _take(self, partition: int, records: Iterable[ConsumerRecord]) -> None:
         held = self._held.get(partition)
         for record in records:
-            event = await self._decoder.decode_or_pass_over(record)
+            event: Event | None = self._wrote.pop(record.value, None)
+            if event is None:
+                event = await self._decoder.decode_or_pass_over(record)
             if held is None or self._held.get(partition) is not held:
                 return
             if record.offset < held.accounts.next_offset:
@@ -243,37 +301,61 @@ class Ledgers:
             with contextlib.suppress(HeadraceError):
                 await self._save_all()
 
-    async def _save_all(self) -> None:
-        for number, held in list(self._held.items()):
-            if held.ours and held.ready.is_set():
-                await self._save(number, held)
+    async def _save_all(self, *, last: bool = False) -> None:
+        """The last time without rests, and with every row.
 
-    async def _save(self, partition: int, held: _Held) -> None:
-        """The mark is written once the rows are confirmed, and older rows go once newer ones are. What isn't written is written next time."""
-        found = held.accounts.save(self._committed(partition), int(time.time() * 1000))
-        if not found:
-            return
-        *rows, mark = found
+        Rows are taken while the partition is surely ours. Whoever has it next removes older rows when its own are written; a row of one that
+        had been given no notice yet could be newer than those, and removed all the same, while its mark stayed and counted on it.
+        """
+        for number, held in list(self._held.items()):
+            # Before its keys are read it isn't known which of them the failures heard of have freed.
+            known = held.ready.is_set() and held.keys is not None and held.keys.done()
+            if known and held.ours and self._lease is not None and self._lease.holds:
+                await self._save(number, held, last=last)
+
+    async def _save(self, partition: int, held: _Held, *, last: bool) -> None:
+        """The mark is written once all before it is confirmed, and older rows go once newer ones are. What isn't written is written next time."""
+        found = held.accounts.save(self._committed(partition), int(time.time() * 1000), last=last)
+        freed = held.accounts.keys.take_unsaved()
+        rows, mark = found[:-1], found[-1:]
         try:
-            for group in (rows, [mark]):
-                sent = [
-                    await self._producer.send(self._topic, row, key=_key(row, held), partition=partition)
-                    for row in group
-                ]
-                await asyncio.gather(*sent)
-            await self._forget_older(partition, held, [*rows, mark])
+            await self._send_freed(freed, partition)
+            for group in (rows, mark):
+                await self._send_rows(held, group, partition, 0.0 if last else REST)
+            await self._forget_older(partition, held, found)
         except BaseException as error:
             held.accounts.unsaved(rows)
+            held.accounts.keys.unsaved(freed)
             if not isinstance(error, HeadraceError):
                 raise
             log.warning("ledgers are not saved", partition=partition, error=error.message)
 
-    async def _forget_older(self, partition: int, held: _Held, rows: list[LedgerSaved]) -> None:
+    async def _send_freed(self, freed: Iterable[RequestKeyed], partition: int) -> None:
+        topic = idempotency_topic(self._tier)
+        sent = [await self._producer.send(topic, key, key=key.tenant, partition=partition) for key in freed]
+        await asyncio.gather(*sent)
+
+    async def _send_rows(self, held: _Held, rows: Iterable[Row], partition: int, rest: float) -> None:
+        sent = []
+        for row in rows:
+            value, took_s = await asyncio.to_thread(_value, row) if len(row.open) > OPEN_IN_LINE_MAX else _value(row)
+            sent.append(await self._producer.send_raw(self._topic, value, _key(row, held).encode(), partition))
+            await asyncio.sleep(rest * took_s)
+        await asyncio.gather(*sent)
+
+    async def _forget_older(self, partition: int, held: _Held, rows: list[Row]) -> None:
         for row in rows:
             for key in held.stale.pop(row.tenant, set()) - {_key(row, held)}:
                 await self._producer.send_raw(self._topic, None, key.encode(), partition)
 
 
-def _key(row: LedgerSaved, held: _Held) -> str:
+def _value(row: Row) -> tuple[bytes, float]:
+    """A row as it is written, and the seconds of the processor that it took: waiting for a thread, or for a broker, takes nobody's."""
+    began_s = time.thread_time()
+    value = encode(row.event())
+    return value, time.thread_time() - began_s
+
+
+def _key(row: Row, held: _Held) -> str:
     """Each writer has its own row of a tenant, and is another each time it is given the partition: a late one takes the place of no newer one."""
     return f"{row.tenant}/{held.writer}"

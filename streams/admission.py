@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import time
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import structlog
@@ -19,10 +20,15 @@ from aiokafka.partitioner import DefaultPartitioner
 from decisions import admission as rules
 from decisions.accounts import Accounts, Standing, Verdict, is_void
 from decisions.admission import Case, Refusal
+from decisions.cache import Entry, stream
+from decisions.idempotency import KeyStanding, conflict, keyed
+from decisions.signature import has_text
 from infra import metrics
 from infra.dead_letters import dead_letter
 from infra.grants import Grant
 from infra.log import EventDecoder, EventProducer, Headers, NoSuchPartition, RecordTooLarge
+from infra.objects import StoreAway
+from infra.payloads import Payloads
 from infra.reach import until_reached
 from infra.settings import AdmissionSettings
 from infra.telemetry import OpsServer
@@ -33,39 +39,69 @@ from schemas.events import (
     InferenceCancelled,
     InferenceRejected,
     InferenceRequested,
+    InferenceScheduled,
     ModelVersionRegistered,
+    PayloadStored,
     Position,
     Reply,
 )
+from schemas.payloads import may_be_large
 from schemas.reasons import Reason
 from schemas.topics import (
+    ANSWERS,
     CONTROL,
     DEAD_LETTERS,
+    INTERACTIVE,
     LIFECYCLE,
     REGISTRY,
     SCHEMAS,
     TENANTS,
     TOKENS,
     WORKERS,
+    idempotency_topic,
     ledger_topic,
     requests_topic,
 )
 from streams.accounts import Ledgers
-from streams.faust_shell import FaustShell, Record
-from streams.intake import REKEYED_HEADER, Intake, read_record, salvage
+from streams.alone import Alone, TooManyWait
+from streams.cache import ResponseCache
+from streams.faust_shell import FaustShell, LeftUndone, Record
+from streams.idempotency import Repeats
+from streams.intake import REKEYED_HEADER, Intake, read_record, salvage, shortened
 from streams.judge import Judge
+from streams.large import READ_WAIT_S, STORE_AWAY_TEXT, Claim, Large, Unread
 from streams.lease import Lease
-from streams.outbox import Outgoing, deliver, reply_to
+from streams.outbox import Outgoing, Together, deliver, reply_to
 from streams.tokenizers import Tokenizers
+from streams.turnstile import Turnstile, Unwanted
 from streams.world import LiveWorld
 
 PROCESS = "admission"
-TOPICS = (TENANTS, REGISTRY, WORKERS, SCHEMAS, TOKENS, LIFECYCLE, CONTROL, DEAD_LETTERS)
+TOPICS = (TENANTS, REGISTRY, WORKERS, SCHEMAS, TOKENS, LIFECYCLE, CONTROL, ANSWERS, DEAD_LETTERS)
 """What must be there beside the requests."""
+CANCEL_LOOK_S = 0.2
+"""A request that is still being fetched may come to wait for its turn after its cancel."""
+RETRY_S, RETRIED_S = 1.0, 300.0
+"""How often something that can't be done at present is tried, and for how long: a partition's commits wait for it."""
+TENANTS_MAX = 4_096
+"""Of so many it is remembered which partition is theirs."""
 OPEN_MAX = 256
 """Records handled at once, over all partitions."""
 
 log = structlog.get_logger("streams.admission")
+
+
+_TOO_MANY = Refusal(Reason.OVERLOADED, "Too many ask for the same thing at once. Try again later.", "request_id", 1_000)
+
+
+def _over(verdict: InferenceAdmitted, until_s: float) -> bool:
+    """Whether what was let in has been tried again for long enough: if its work isn't out, it hears at its deadline."""
+    return time.monotonic() > until_s or time.time() * 1000 > verdict.deadline_ms
+
+
+def _id_name(tenant: str, request_id: str) -> str:
+    """What is decided of one request is decided at one place at a time."""
+    return f"id {tenant} {request_id}"
 
 
 class TooLateError(Exception):
@@ -84,25 +120,32 @@ class Admission:
         tokenizers: Tokenizers,
         ledgers: Ledgers,
         lease: Lease,
+        turnstile: Turnstile,
+        cache: ResponseCache,
     ) -> None:
+        self._turnstile = turnstile
         self._ledgers = ledgers
+        self._cache = cache
         self._lease = lease
         self._settings = settings
         self._producer = producer
         self._decoder = decoder
         self._world = world
-        self._judge = Judge(world, tokenizers, ledgers)
+        self._judge = Judge(world, tokenizers, ledgers, turnstile, cache)
+        self._repeats = Repeats(world, producer, ledgers)
+        self._large = Large(decoder, self._aside)
         self._topic = requests_topic(settings.tier)
-        self._partitioner = DefaultPartitioner()
-        self._open: dict[str, asyncio.Event] = {}
+        self._deciding = Alone(self._aside)
 
     async def handle(self, record: Record) -> None:
         """Handle a record to its end. Raises HeadraceError (unavailable) when Kafka fails: then it isn't handled."""
-        metrics.RECORDS.labels(record.topic).inc()
+        metrics.of(metrics.RECORDS, record.topic).inc()
         intake = None
         try:
             intake = await read_record(record, self._decoder, self._settings.grant_secret)
             await self._dispatch(intake)
+        except LeftUndone:
+            raise
         except Exception as error:
             if isinstance(error, HeadraceError) and error.reason is Reason.UNAVAILABLE:
                 raise
@@ -124,10 +167,14 @@ class Admission:
         if intake.fault is not None:
             return await self._refuse_fault(intake, grant, intake.fault)
         match intake.event:
-            case InferenceRequested() | InferenceCancelled() if not await self._in_its_partition(record, grant):
+            case InferenceRequested() | InferenceCancelled() | PayloadStored() if not await self._in_its_partition(
+                record, grant
+            ):
                 return await self._rekey(intake, grant)
             case InferenceRequested():
                 return await self._request(record, grant, intake.event)
+            case PayloadStored():
+                return await self._by_reference(intake, grant, intake.event)
             case InferenceCancelled():
                 return await self._cancel(record, grant, intake.event)
             case _:
@@ -137,43 +184,182 @@ class Admission:
     # --- a request ---------------------------------------------------------------------------------------------------
 
     async def _request(self, record: Record, grant: Grant, request: InferenceRequested) -> None:
-        case, trace = self._case(record, grant, request), child(record.headers)
-        while (deciding := self._open.get(request.request_id)) is not None:
-            await deciding.wait()
-        with self._opened(request.request_id):
-            accounts = await self._ledgers.of(record.partition)
-            if accounts is None:
-                return  # the partition is another's now, and so is the record
-            standing, verdict = accounts.standing(grant.tenant, request.request_id, record.offset)
-            match standing:
-                case Standing.NEW:
-                    await self._answer(case, accounts, trace)
-                case Standing.REPEATED if isinstance(verdict, InferenceRejected):
-                    # Its stream is closed wherever that was told; whoever asks from elsewhere hears the same.
-                    await self._tell(verdict, grant, trace)
-                case Standing.REDELIVERED if verdict is not None:
-                    await self._repeat(case, verdict, trace)
-                case Standing.REPEATED if isinstance(verdict, InferenceAdmitted) and verdict.reply != grant.reply:
-                    conflict = Refusal(Reason.CONFLICT, "another request of this tenant has this id", "request_id")
-                    await self._tell(rules.rejected(case, conflict), grant, trace)
-                case _:
-                    log.info("asked again", request_id=request.request_id, standing=standing.value)
+        case = self._case(record, grant, request)
+        held = self._turnstile.holds(grant.tenant, request.request_id)
+        if case.keyed is None and held is not None and held.source != case.source:
+            await self._ask_again(case, held.grant.reply, child(record.headers))
+            return
+        try:
+            async with self._deciding.of(_id_name(grant.tenant, request.request_id)):
+                await self._decide(case, len(record.value or b""), child(record.headers))
+        except TooManyWait:  # a refusal would end the stream of the one that is being decided
+            log.warning("too many ask with one id", request_id=request.request_id, tenant=grant.tenant)
 
-    async def _answer(self, asked: Case, accounts: Accounts | None, trace: Headers) -> None:
+    async def _decide(self, case: Case, size: int, trace: Headers) -> None:
+        """What to do with a request by what was decided of it before; its id is held. `size` is its bytes."""
+        grant, request, source = case.grant, case.request, case.source
+        accounts = await self._ledgers.of(source.partition)
+        if accounts is None:
+            return  # the partition is another's now, and so is the record
+        standing, verdict = accounts.standing(grant.tenant, request.request_id, source.offset)
+        match standing:
+            case Standing.NEW if case.keyed is not None:
+                try:
+                    async with self._deciding.of(f"key {grant.tenant} {case.keyed.key}"):
+                        await self._answer(case, accounts, size, trace)
+                except TooManyWait:
+                    await self._reject(rules.rejected(case, _TOO_MANY), grant, trace)
+            case Standing.NEW:
+                await self._answer(case, accounts, size, trace)
+            case Standing.REPEATED if isinstance(verdict, InferenceRejected):
+                # Its stream is closed wherever that was told; whoever asks from elsewhere hears the same.
+                await self._tell(verdict, grant, trace)
+            case Standing.REDELIVERED if verdict is not None:
+                await self._repeat(case, verdict, trace)
+            case Standing.REPEATED if await self._asked_before(case, accounts, trace):
+                pass
+            case Standing.REPEATED if isinstance(verdict, InferenceAdmitted):
+                await self._ask_again(case, verdict.reply, trace)
+            case _:
+                log.info("asked again", request_id=request.request_id, standing=standing.value)
+
+    async def _decided(self, tenant: str, request_id: str) -> None:
+        """Returns when nothing is being decided of a request that isn't wanted any more. If it waits for its turn, it does so no longer."""
+        while True:
+            self._turnstile.cancel(tenant, request_id)
+            try:
+                async with asyncio.timeout(CANCEL_LOOK_S):
+                    return await self._deciding.free(_id_name(tenant, request_id))
+            except TimeoutError:
+                pass
+            except TooManyWait:
+                async with self._aside():
+                    await asyncio.sleep(CANCEL_LOOK_S)
+
+    async def _ask_again(self, case: Case, reply: Reply, trace: Headers) -> None:
+        """Its stream is where the first asked to have it."""
+        log.info("asked again", request_id=case.request.request_id)
+        if reply != case.grant.reply:
+            refusal = Refusal(Reason.CONFLICT, "another request of this tenant has this id", "request_id")
+            await self._tell(rules.rejected(case, refusal), case.grant, trace)
+
+    async def _a_while(self, partition: int) -> None:
+        """Before something that can't be done at present is tried again. Raises LeftUndone if the partition goes meanwhile."""
+        async with self._aside():
+            await asyncio.sleep(RETRY_S)
+        if await self._ledgers.of(partition) is None:
+            raise LeftUndone
+
+    def _aside(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """What waits for another to be decided takes no place among the records that are handled: that one may be held back for long."""
+        reading = self._turnstile.reading
+        return reading.aside() if reading is not None else contextlib.nullcontext()
+
+    async def _by_reference(self, intake: Intake, grant: Grant, reference: PayloadStored) -> None:
+        """A request that is in the object store: nothing of it is read for a caller who may not ask."""
+        record, trace = intake.record, child(intake.record.headers)
+        refusal = rules.grant_refusal(grant, self._settings.tier, record.timestamp, self._world)
+        asked = self._case(record, grant, shortened(self._large.known(reference), intake.timeout_ms))
+        claim = await self._until_roomy(record.partition)
+        try:
+            async with self._deciding.of(_id_name(grant.tenant, reference.request_id)):
+                return await self._fetched(asked, grant, reference, refusal, trace, claim)
+        except Unread as unread:
+            return await self._reject(rules.rejected(asked, unread.refusal), grant, trace)
+        except TooManyWait:  # a refusal would end the stream of the one that is being decided
+            log.warning("too many ask with one id", request_id=reference.request_id, tenant=grant.tenant)
+            return None
+        finally:
+            claim.end()
+
+    async def _until_roomy(self, partition: int) -> Claim:
+        """Nobody watches a batch request: it isn't fetched while what is held, or being fetched, of its partition takes all the room there is."""
+        while self._settings.tier != INTERACTIVE and (self._turnstile.full(partition) or self._large.busy):
+            await self._a_while(partition)
+        return Claim(self._large)
+
+    async def _fetched(
+        self,
+        asked: Case,
+        grant: Grant,
+        reference: PayloadStored,
+        refused: Refusal | None,
+        trace: Headers,
+        claim: Claim,
+    ) -> None:
+        """Raises `Unread` for what can't be had, or may not be asked. What was let in before is told nothing of that: its stream goes on."""
+        partition = asked.source.partition
+        accounts = await self._ledgers.of(partition)
+        if accounts is None:
+            return None
+        standing, verdict = accounts.standing(grant.tenant, reference.request_id, asked.source.offset)
+        known = accounts.reply_of(grant.tenant, reference.request_id)
+        if standing is Standing.ENDED:
+            return None
+        if refused is not None and known is not None and standing is Standing.REPEATED:
+            return await self._ask_again(asked, known, trace)
+        if refused is not None and (known is None or standing is Standing.NEW):
+            raise Unread(refused)
+        until_s, wait_s = time.monotonic() + RETRIED_S, READ_WAIT_S if self._settings.tier == INTERACTIVE else RETRIED_S
+        while True:
+            try:
+                request = await self._large.read(reference, grant.tenant, wait_s)
+            except Unread as unread:
+                if known is not None and standing is Standing.REPEATED:
+                    return await self._ask_again(asked, known, trace)
+                if standing is not Standing.REDELIVERED or not isinstance(verdict, InferenceAdmitted):
+                    raise
+                text = unread.refusal.message
+                log.warning("its work can't be sent again", request_id=verdict.request_id, reason=text)
+                if not unread.refusal.reason.retriable or _over(verdict, until_s):
+                    return None
+                await self._a_while(partition)
+            else:
+                claim.end()
+                request = shortened(request, asked.request.timeout_ms)
+                return await self._decide(
+                    replace(asked, request=request, keyed=keyed(request, grant.reply)), reference.size_bytes, trace
+                )
+
+    async def _answer(self, asked: Case, accounts: Accounts | None, size: int, trace: Headers) -> None:
         """Decides, and once more if the log took that too late: then the partition may be another's, which decides by itself."""
         while accounts is not None:
-            case, refusal = await self._judge.decide(asked)
-            if not self._ledgers.current(asked.source.partition, accounts):
-                return  # whoever has the partition now decides
-            try:
-                if refusal is None:
-                    refusal = await self._admit(case, accounts, trace)
-                if refusal is not None:
-                    await self._reject(rules.rejected(case, refusal), case.grant, trace)
+            if await self._asked_before(asked, accounts, trace):
                 return
+            try:
+                async with self._judge.decided(asked, accounts, size) as (case, found):
+                    if not self._ledgers.current(asked.source.partition, accounts):
+                        return  # whoever has the partition now decides
+                    refusal = found or await self._admit(case, accounts, trace)
+                    if refusal is not None:
+                        await self._reject(rules.rejected(case, refusal), case.grant, trace)
+                    return
+            except Unwanted:
+                return  # its cancel, which waits for this, tells so
             except TooLateError:
                 log.warning("decided too late", request_id=asked.request.request_id, partition=asked.source.partition)
                 accounts = await self._ledgers.of(asked.source.partition)
+
+    async def _asked_before(self, case: Case, accounts: Accounts, trace: Headers) -> bool:
+        """Whether a request is done with, since its key stands for one that was asked before, or its partition is gone."""
+        found = await self._repeats.standing(case, accounts)
+        if found is None:
+            return True
+        standing, first = found
+        if first is None:
+            return False
+        if standing is KeyStanding.REPEAT:
+            await self._repeats.join(case, first, trace)
+            return True
+        refusal = Refusal(Reason.CONFLICT, *conflict(case.request))
+        if first.request_id != case.request.request_id:
+            refused, _ = rules.refuse(case, "idempotency", refusal)
+            await self._reject(rules.rejected(refused, refusal), case.grant, trace)
+        elif first.reply != case.grant.reply:
+            await self._tell(rules.rejected(case, refusal), case.grant, trace)
+        else:  # a refusal would end the first's stream
+            log.warning("another request has this id", request_id=first.request_id, tenant=case.grant.tenant)
+        return True
 
     async def _repeat(self, case: Case, verdict: Verdict, trace: Headers) -> None:
         """What was decided of this record before a crash, told again; its work is the same, and goes to the same place."""
@@ -183,17 +369,34 @@ class Admission:
         if version is None:
             refusal = Refusal(Reason.MODEL_NOT_FOUND, f"The model `{verdict.model}` is gone.", "model")
             return await self._reject(rules.rejected(case, refusal), case.grant, trace)
-        try:
-            case = await self._judge.tokenise(case, version)
-        except HeadraceError as error:
-            refusal = Refusal(error.reason, error.message, error.param)
-            return await self._reject(rules.rejected(case, refusal), case.grant, trace)
-        scheduled, _ = rules.admitted(rules.as_decided(case, verdict, version, self._world))
-        work = Outgoing(verdict.work_topic, scheduled, scheduled.request_id, verdict.work_partition)
-        with contextlib.suppress(
-            NoSuchPartition, RecordTooLarge
-        ):  # it was not taken the first time either, and its caller was told
-            await deliver(self._producer, [work], trace)
+        until_s = time.monotonic() + RETRIED_S
+        while True:
+            try:
+                case = await self._judge.tokenise(case, version)
+                break
+            except HeadraceError as error:
+                if not error.retriable:
+                    refusal = Refusal(error.reason, error.message, error.param)
+                    return await self._reject(rules.rejected(case, refusal), case.grant, trace)
+                if error.reason is not Reason.OVERLOADED or _over(verdict, until_s):
+                    log.warning("its work can't be sent again", request_id=verdict.request_id, reason=error.message)
+                    return None
+            await self._a_while(case.source.partition)
+        case = rules.as_decided(case, verdict, version, self._world)
+        entry = (await self._cache.look_up(case)).entry if verdict.cached else None
+        age_ms = 0 if entry is None else max(0, case.now_ms - entry.stored_ms)
+        work = _caused(rules.scheduled(case), verdict, entry, age_ms)
+        with contextlib.suppress(NoSuchPartition, RecordTooLarge):
+            # What isn't taken was not the first time either, and its caller was told so; a store that is away comes back.
+            while True:
+                try:
+                    await deliver(self._producer, [work], trace)
+                    break
+                except StoreAway:
+                    if _over(verdict, until_s):
+                        return None
+                    await self._a_while(case.source.partition)
+            await self._repeats.remember(verdict, None, trace)
         return None
 
     def _case(self, record: Record, grant: Grant, request: InferenceRequested) -> Case:
@@ -203,13 +406,16 @@ class Admission:
             self._settings.tier,
             record.timestamp,
             Position(record.topic, record.partition, record.offset),
-            self._settings.inline_bytes_max,
+            self._settings.request_bytes_max,
             self._settings.worker_stale_ms,
+            keyed=keyed(request, grant.reply),
         )
 
     async def _own_up(self, intake: Intake) -> None:
         """A bug has kept a request from being decided: its caller, who may wait, is told so, if the grant lets us."""
         record, grant, request = intake.record, intake.grant, intake.event
+        if isinstance(request, PayloadStored):
+            request = self._large.known(request)
         if grant is None or not isinstance(request, InferenceRequested):
             return
         if rules.grant_refusal(grant, self._settings.tier, record.timestamp, self._world) is None:
@@ -220,17 +426,23 @@ class Admission:
 
     async def _admit(self, case: Case, accounts: Accounts, trace: Headers) -> Refusal | None:
         """No pause between the checks and the reservation: the next request is judged with it."""
-        scheduled, admitted = rules.admitted(case)
-        if case.limited:
-            admitted = replace(admitted, valid_until_ms=self._lease.until_ms)
+        scheduled, admitted = rules.admitted(case, self._lease.until_ms if case.told_first else 0)
+        entry = case.entry if admitted.cached else None
         topic, partition = admitted.work_topic, admitted.work_partition
         assert case.reserved is not None
         accounts.take(case.reserved, admitted)
-        self._world.placed(topic, partition)
-        work_of = Outgoing(topic, scheduled, scheduled.request_id, partition)
-        told = Outgoing(LIFECYCLE, admitted, admitted.tenant, case.source.partition)
+        if entry is None:
+            self._world.placed(topic, partition)
+            self._cache.went(scheduled, partition)
+        work_of = _caused(scheduled, admitted, entry, case.cached_ms or 0)
         try:
-            if case.limited:  # no work without its reservation, whatever crashes
+            value = await self._producer.encoded(admitted)
+            self._ledgers.wrote(value, admitted)
+            told = Outgoing(LIFECYCLE, admitted, admitted.tenant, case.source.partition, value=value)
+            if isinstance(work_of, Outgoing) and may_be_large(scheduled):
+                work_of = replace(work_of, value=await self._producer.encoded(scheduled))
+            # No work without its reservation, whatever crashes; and what is answered at once is admitted before it ends.
+            if case.told_first or entry is not None:
                 (taken,) = await deliver(self._producer, [told], trace)
                 self._lease.heard(taken.timestamp)
                 if is_void(admitted, taken.timestamp):
@@ -240,16 +452,21 @@ class Admission:
                 work, _ = await deliver(self._producer, [work_of, told], trace)
         except BaseException as error:
             accounts.withdraw(admitted)
-            self._world.withdrawn(topic, partition)
+            if entry is None:
+                self._world.withdrawn(topic, partition)
             if isinstance(error, RecordTooLarge):
                 return Refusal(error.reason, error.message)
             if isinstance(error, NoSuchPartition):
                 return Refusal(Reason.UNAVAILABLE, error.message, "model")
+            if isinstance(error, StoreAway):
+                return Refusal(Reason.UNAVAILABLE, STORE_AWAY_TEXT)
             raise
-        self._world.confirmed(topic, partition, work.offset)
+        if entry is None:
+            self._world.confirmed(topic, partition, work.offset)
+        await self._repeats.remember(admitted, accounts, trace)
         return None
 
-    async def _tell(self, rejected: InferenceRejected, grant: Grant, trace: Headers) -> None:
+    async def _tell(self, rejected: InferenceRejected, grant: rules.Grant, trace: Headers) -> None:
         """A refusal for the caller alone: the request of that id goes on."""
         await deliver(self._producer, [reply_to(grant.reply, rejected, rejected.request_id)], trace)
 
@@ -260,24 +477,13 @@ class Admission:
         records = [reply_to(grant.reply, rejected, rejected.request_id), Outgoing(LIFECYCLE, rejected, rejected.tenant)]
         await deliver(self._producer, records, trace)
 
-    @contextlib.contextmanager
-    def _opened(self, request_id: str) -> Iterator[None]:
-        """While a request is being decided, its cancel waits."""
-        closed = self._open.setdefault(request_id, asyncio.Event())
-        try:
-            yield
-        finally:
-            closed.set()
-            self._open.pop(request_id, None)
-
     # --- everything else ---------------------------------------------------------------------------------------------
 
     async def _cancel(self, record: Record, grant: Grant, event: InferenceCancelled) -> None:
         refusal = rules.cancel_refusal(event, grant, self._settings.tier, record.timestamp)
         if refusal is not None:
             return await self._bury(record, refusal.reason, refusal.message)
-        if (deciding := self._open.get(event.request_id)) is not None:
-            await deciding.wait()
+        await self._decided(grant.tenant, event.request_id)
         ending, word = rules.cancelled(event, grant, self._settings.tier)
         records = [
             reply_to(await self._reply_of(record, grant, event), ending, ending.request_id),
@@ -293,7 +499,7 @@ class Admission:
 
     async def _refuse_fault(self, intake: Intake, grant: Grant, fault: HeadraceError) -> None:
         """A record that is no event: its writer is told where his grant allows, and what nobody can tell apart is kept."""
-        record, found = intake.record, salvage(intake.record, fault)
+        record, found = intake.record, salvage(intake.record, fault, intake.event)
         valid = rules.grant_refusal(grant, self._settings.tier, record.timestamp, self._world) is None
         if valid:
             position = Position(record.topic, record.partition, record.offset)
@@ -318,10 +524,7 @@ class Admission:
     async def _partition_of(self, tenant: str) -> int | None:
         await self._world.counts.learn(self._topic)
         count = self._world.partitions(self._topic)
-        if count is None:
-            return None
-        partitions = list(range(count))
-        return int(self._partitioner(tenant.encode(), partitions, partitions))
+        return None if count is None else _partition(tenant, count)
 
     async def _rekey(self, intake: Intake, grant: Grant) -> None:
         """Send a record on, once, to the partition where its tenant's records are decided."""
@@ -341,16 +544,38 @@ class Admission:
         await dead_letter(self._producer, record, reason.value, message[: rules.MESSAGE_CHARS_MAX], PROCESS)
 
 
+@lru_cache(maxsize=TENANTS_MAX)
+def _partition(tenant: str, count: int) -> int:
+    """Where the producers' own partitioner puts a tenant's records, of so many partitions."""
+    partitions = list(range(count))
+    return int(DefaultPartitioner()(tenant.encode(), partitions, partitions))
+
+
+def _caused(
+    work: InferenceScheduled, admitted: InferenceAdmitted, entry: Entry | None, age_ms: int
+) -> Outgoing | Together:
+    """What follows from letting a request in: work, or at once the whole stream that the response cache has of it."""
+    if entry is None:
+        return Outgoing(admitted.work_topic, work, work.request_id, admitted.work_partition)
+    events, reply = stream(entry.answer, work, age_ms), work.reply
+    return Together(reply.topic, events, work.request_id, reply.partition, reply.encoding)
+
+
 async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
     """Run admission for one tier until `stop` is set. Raises what makes it impossible to go on."""
     topic = requests_topic(settings.tier)
-    producer, decoder = EventProducer(settings.kafka, PROCESS), EventDecoder(settings.kafka)
+    payloads = Payloads.of(settings)
+    producer, decoder = EventProducer(settings.kafka, PROCESS, payloads), EventDecoder(settings.kafka, payloads)
     world, tokenizers = LiveWorld(settings.kafka), Tokenizers(settings.tokenise_threads)
     ledgers = Ledgers(settings.kafka, settings.tier, producer, decoder)
     world.ledgers = ledgers
     lease = Lease(settings.session_timeout_ms)
-    admission = Admission(settings, producer, decoder, world, tokenizers, ledgers, lease)
-    shell = FaustShell(settings, topic, f"admission.{settings.tier}", admission.handle, OPEN_MAX, lease, ledgers)
+    turnstile = Turnstile(world, settings.tier, settings.worker_stale_ms)
+    cache = ResponseCache(settings, world, decoder)
+    admission = Admission(settings, producer, decoder, world, tokenizers, ledgers, lease, turnstile, cache)
+    group = f"admission.{settings.tier}"
+    shell = FaustShell(settings, topic, group, admission.handle, OPEN_MAX, lease, (ledgers, turnstile))
+    turnstile.reading = shell
     waiting: str | None = "connecting"
 
     def wait(missing: str) -> None:
@@ -364,20 +589,29 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
     async with contextlib.AsyncExitStack() as cleanup:
         await ops.start()
         cleanup.push_async_callback(ops.stop)
-        if not await until_reached(settings.kafka, (topic, ledger_topic(settings.tier), *TOPICS), stop, wait):
+        cleanup.push_async_callback(payloads.close)
+        if not await until_reached(
+            settings.kafka, (topic, ledger_topic(settings.tier), idempotency_topic(settings.tier), *TOPICS), stop, wait
+        ):
             return
         wait("the directories aren't read yet")
         await asyncio.gather(producer.start(), world.start())
         cleanup.push_async_callback(producer.stop)
         cleanup.push_async_callback(world.stop)
+        cache.start()
+        cleanup.push_async_callback(cache.stop)
         cleanup.callback(tokenizers.close)
         waiting = None
-        warm = [asyncio.ensure_future(_warm(tokenizers, version)) for version in world.models.all()]
+        warm = [
+            asyncio.ensure_future(_warm(tokenizers, version)) for version in world.models.all() if has_text(version)
+        ]
         await asyncio.gather(*warm)
         await world.counts.learn(topic)
         ledgers.start(shell.committed, lease)
         cleanup.push_async_callback(ledgers.stop)
         cleanup.push_async_callback(shell.stop)
+        cleanup.push_async_callback(ledgers.save_last)
+        cleanup.callback(turnstile.close)
         await shell.start()
         log.info("admission runs", tier=settings.tier)
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())

@@ -26,6 +26,7 @@ from infra.settings import LifecycleSettings
 from infra.telemetry import OpsServer
 from schemas.topics import CONTROL, HOUR_MS, LIFECYCLE, SCHEMAS, TOKENS
 from streams.outbox import Outgoing, deliver, reply_to
+from streams.payloads import sweep_regularly
 from streams.writes import Writes
 
 PROCESS = "lifecycle"
@@ -87,6 +88,10 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
         ends = await self._consumer.end_offsets(partitions) if partitions else {}
         for partition in partitions:
             start = await self._consumer.committed(partition)
+            if partition not in self._consumer.assignment():  # others are on their way
+                log.info("partitions are gone before they were begun")
+                self._held.clear()
+                return
             if start is None:
                 recent = found.get(partition)
                 start = ends[partition] if recent is None else recent.offset
@@ -186,6 +191,8 @@ async def run(settings: LifecycleSettings, stop: asyncio.Event) -> None:
         await consumer.start()
         following: asyncio.Future[Any] = asyncio.ensure_future(_follow(settings, consumer, batching, deadlines, stop))
         cleanup.push_async_callback(_cancel, following)
+        sweeping = asyncio.ensure_future(sweep_regularly(settings))
+        cleanup.push_async_callback(_cancel, sweeping)
         log.info("deadlines are kept")
         done, _ = await asyncio.wait([following, deadlines.words.failed], return_when=asyncio.FIRST_COMPLETED)
         for ended in done:

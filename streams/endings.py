@@ -12,26 +12,29 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, ConsumerRecord, TopicPartition
 from aiokafka.errors import CommitFailedError, IllegalStateError, KafkaError
 
+from decisions.cache import ENTRY_BYTES_MAX
 from decisions.stream import Input
 from infra import metrics
 from infra.dead_letters import dead_letter
 from infra.kafka import Batching, make_consumer
 from infra.log import EventDecoder, EventProducer, RecordTooLarge
+from infra.objects import StoreAway
+from infra.payloads import Payloads
 from infra.reach import until_reached
 from infra.settings import EndingsSettings
 from infra.telemetry import OpsServer
 from infra.tracing import child
 from schemas.errors import Undecodable
-from schemas.events import Event, InferenceAnswered, InferenceCompleted, InferenceFailed
+from schemas.events import Event, InferenceAnswered, InferenceCompleted, InferenceFailed, InferenceJoined
+from schemas.payloads import without_content
 from schemas.reasons import Reason
-from schemas.topics import ANSWERS, DEAD_LETTERS, LIFECYCLE, SCHEMAS, TOKENS, TOKENS_PATTERN
+from schemas.topics import ANSWERS, CACHE_HEADER, DEAD_LETTERS, LIFECYCLE, SCHEMAS, TOKENS, TOKENS_PATTERN
 from streams.fold_table import FoldTable, Output
 from streams.outbox import Outgoing, deliver
 from streams.writes import Writes
@@ -93,6 +96,11 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         firsts = await self._consumer.beginning_offsets(partitions) if partitions else {}
         for partition in partitions:
             committed = await self._consumer.committed(partition)
+            if partition not in self._consumer.assignment():  # a new tenant's topic takes all away for a moment
+                log.info("partitions are gone before they were begun")
+                self._tables.clear()
+                self._committed.clear()
+                return
             aloud_from = committed if committed is not None else firsts[partition]
             recent = found.get(partition)
             start = min(aloud_from, recent.offset if recent is not None else aloud_from)
@@ -126,6 +134,8 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         elif isinstance(event, Input):
             for output in table.apply(record.offset, record.timestamp, event):
                 self.writes.begin(self._write(output, record))
+        elif isinstance(event, InferenceJoined):  # for its caller; the stream that answers it has its own ending
+            table.skip(record.offset)
         else:
             name = type(event).__name__
             self._bury(table, record, Reason.INVALID_REQUEST, f"{name} doesn't belong on {record.topic}")
@@ -144,9 +154,14 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
             _count(output)
             return
         try:
-            await deliver(self._producer, [Outgoing(ANSWERS, output, output.request_id)], trace)
-        except RecordTooLarge:
-            await deliver(self._producer, [Outgoing(ANSWERS, without_content(output), output.request_id)], trace)
+            keeps = output.cache_key and _content_bytes(output) <= ENTRY_BYTES_MAX
+            name = [(CACHE_HEADER, output.cache_key.encode())] if keeps else []
+            await deliver(self._producer, [Outgoing(ANSWERS, output, output.request_id)], [*trace, *name])
+        except (RecordTooLarge, StoreAway) as error:
+            log.error("an answer is kept without its content", request_id=output.request_id, error=error.message)
+            reason = Reason.ANSWER_TOO_LARGE if isinstance(error, RecordTooLarge) else Reason.PAYLOAD_LOST
+            kept = without_content(output, reason.text, reason)
+            await deliver(self._producer, [Outgoing(ANSWERS, kept, output.request_id)], trace)
 
     def _bury(self, table: FoldTable, record: ConsumerRecord, reason: Reason, message: str) -> None:
         if table.skip(record.offset):
@@ -201,10 +216,9 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
                 log.warning("can't commit yet", error=type(error).__name__)
 
 
-def without_content(answer: InferenceAnswered) -> InferenceAnswered:
-    """An answer that no record takes, as one that says so."""
-    too_large = Reason.ANSWER_TOO_LARGE
-    return replace(answer, choices=(), error_reason=too_large.value, error_message=too_large.text)
+def _content_bytes(answer: InferenceAnswered) -> int:
+    """At least what an answer's content takes."""
+    return sum(len(choice.text) for choice in answer.choices) + sum(len(tensor.data) for tensor in answer.outputs)
 
 
 def _count(output: Event) -> None:
@@ -217,7 +231,8 @@ def _count(output: Event) -> None:
 
 async def run(settings: EndingsSettings, stop: asyncio.Event) -> None:
     """Run endings until `stop` is set. Raises what makes it impossible to go on."""
-    producer, decoder = EventProducer(settings.kafka, PROCESS), EventDecoder(settings.kafka)
+    payloads = Payloads.of(settings)
+    producer, decoder = EventProducer(settings.kafka, PROCESS, payloads), EventDecoder(settings.kafka, payloads)
     batching = Batching(FETCH_WAIT_MS, FETCH_BYTES_MIN)
     consumer = make_consumer(
         settings.kafka,
@@ -238,6 +253,7 @@ async def run(settings: EndingsSettings, stop: asyncio.Event) -> None:
     async with contextlib.AsyncExitStack() as cleanup:
         await ops.start()
         cleanup.push_async_callback(ops.stop)
+        cleanup.push_async_callback(payloads.close)
         if not await until_reached(settings.kafka, TOPICS, stop, wait):
             return
         wait("no partitions of tokens are assigned yet")

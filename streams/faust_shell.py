@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from faust.types import TP
 from infra.kafka import tls_context
 from infra.settings import AdmissionSettings, KafkaSettings
 from schemas.errors import HeadraceError
+from schemas.quick import quick
 from schemas.reasons import Reason
 from streams import faust_transport
 from streams.lease import Lease
@@ -34,13 +35,18 @@ WATCH_S = 0.5
 COMMIT_INTERVAL_S = 0.5
 BUFFERED_RECORDS_MAX = 1_024
 POLLED_RECORDS_MAX = 500
-TOGETHER_MAX = 64
+TOGETHER_MAX = 16
+AHEAD_MAX = 10_000
+"""Records of a partition that are read beyond the oldest that isn't done: after a crash they come again, and what became of them is remembered."""
 REQUEST_TIMEOUT_S = 40.0
 TIMESTAMP_UNITS = 1_000  # Faust turns milliseconds to seconds
+
+FAR_AHEAD = "far ahead"
 
 Partition = tuple[str, int]
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Record:
     """One record as the broker gave it; the same names as aiokafka's `ConsumerRecord`."""
@@ -52,6 +58,10 @@ class Record:
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes], ...]
+
+
+class LeftUndone(Exception):  # no error: the record stays where it is
+    """Raised by `handle`: this record isn't decided here and not acked; whoever has its partition next gets it again."""
 
 
 class InOrderAcks:
@@ -84,6 +94,10 @@ class InOrderAcks:
         """How many events are taken and not acked."""
         return sum(map(len, self._open.values()))
 
+    def ahead(self, partition: Partition) -> int:
+        """The same of one partition."""
+        return len(self._open.get(partition, ()))
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -111,7 +125,7 @@ class Watcher(Protocol):
 class FaustShell:
     """Runs a Faust app that hands each record of one topic to `handle`, and acks it once that returns.
 
-    `lease` is renewed as the group confirms this member; `watcher` hears of its partitions. At most `open_max` records are handled at once. An exception of `handle` is fatal, since acking would lose the record:
+    `lease` is renewed as the group confirms this member; `watchers` hear of its partitions. At most `open_max` records are handled at once. An exception of `handle` is fatal, since acking would lose the record:
     `failed` resolves with it.
     """
 
@@ -123,10 +137,10 @@ class FaustShell:
         handle: Handle,
         open_max: int,
         lease: Lease | None = None,
-        watcher: Watcher | None = None,
+        watchers: Sequence[Watcher] = (),
     ) -> None:
         self._lease = lease
-        self._watcher = watcher
+        self._watchers = watchers
         self._settings = settings
         self._topic = topic
         self._group = group
@@ -134,6 +148,7 @@ class FaustShell:
         self._slots = asyncio.Semaphore(open_max)
         self._acks = InOrderAcks()
         self._tasks: dict[asyncio.Task[None], Partition] = {}
+        self._pauses: dict[int, set[str]] = {}
         self._app: Any = None
         self._stopping = False
         self._watching: asyncio.Task[None] | None = None
@@ -156,6 +171,28 @@ class FaustShell:
         if self._assigned is None:
             return f"no partitions of {self._topic} are assigned yet"
         return None
+
+    @contextlib.asynccontextmanager
+    async def aside(self) -> AsyncIterator[None]:
+        """Within `handle`: while in it, its record is none of the `open_max` that are handled at once."""
+        self._slots.release()
+        try:
+            yield
+        finally:
+            await asyncio.shield(self._slots.acquire())
+
+    def pause(self, partition: int, why: str) -> None:
+        """Read no more of a partition, until `resume` or the next assignment; what was read already still comes."""
+        self._pauses.setdefault(partition, set()).add(why)
+        self._app.consumer.pause_partitions({TP(self._topic, partition)})
+
+    def resume(self, partition: int, why: str) -> None:
+        """Read on, if there is no other reason not to."""
+        reasons = self._pauses.get(partition, set())
+        if why in reasons:
+            reasons.discard(why)
+            if not reasons:
+                self._app.consumer.resume_partitions({TP(self._topic, partition)})
 
     async def start(self) -> None:
         """Start the app; partitions are assigned soon after. Raises HeadraceError (unavailable) if it can't start in time."""
@@ -229,7 +266,10 @@ class FaustShell:
             if self._stopping:
                 return
             # At once: whatever waits for a slot when its partition is taken away must not be acked either.
-            done = self._acks.take((event.message.topic, event.message.partition), event.ack)
+            place = event.message.topic, event.message.partition
+            done = self._acks.take(place, event.ack)
+            if self._acks.ahead(place) >= AHEAD_MAX:
+                self.pause(event.message.partition, FAR_AHEAD)
             came.append((event.message, done))
             if waiting.empty() or len(came) == TOGETHER_MAX:
                 for each in came:
@@ -255,8 +295,10 @@ class FaustShell:
         try:
             await self._handle(record)
             done()
-        except asyncio.CancelledError:
-            raise
+            if self._pauses and self._acks.ahead((record.topic, record.partition)) < AHEAD_MAX // 2:
+                self.resume(record.partition, FAR_AHEAD)
+        except (asyncio.CancelledError, LeftUndone):
+            return
         except BaseException as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
@@ -268,19 +310,22 @@ class FaustShell:
         self._acks.drop(gone)  # what is not decided any more must not be acked
         if self._assigned is not None:  # Faust also says so before the first assignment
             self._assigned -= gone
-        if self._watcher is not None:
-            self._watcher.revoked(partition for topic, partition in gone if topic == self._topic)
+        for watcher in self._watchers:
+            watcher.revoked([partition for topic, partition in gone if topic == self._topic])
         # Whoever gets them next must find in the log what was decided here.
         if open_tasks := [task for task, partition in self._tasks.items() if partition in gone]:
             await asyncio.wait(open_tasks, timeout=FINISH_S_MAX)
 
     async def _on_assigned(self, _app: object, assigned: Iterable[Any], **_: object) -> None:
         self._assigned = {(tp.topic, tp.partition) for tp in assigned if tp.topic == self._topic}
+        for partition in [number for number, reasons in self._pauses.items() if reasons]:
+            self._app.consumer.resume_partitions({TP(self._topic, partition)} & set(assigned))
+        self._pauses.clear()
         if self._lease is not None:
             self._lease.watch(self._app.consumer._thread._consumer._coordinator)  # noqa: SLF001  # Faust keeps it to itself
             self._lease.proved()
-        if self._watcher is not None:
-            self._watcher.assigned([partition for _, partition in self._assigned])
+        for watcher in self._watchers:
+            watcher.assigned([partition for _, partition in self._assigned])
 
 
 def _credentials(kafka: KafkaSettings) -> Any:

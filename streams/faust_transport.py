@@ -20,6 +20,7 @@ from mode.utils.futures import maybe_async
 
 FETCH_WAIT_MS = 250
 POLL_S = 1.0
+PAUSED_LOOK_S = 0.1
 
 
 class OneLoopConsumerThread(AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust is not analysed
@@ -70,6 +71,29 @@ class OneLoopConsumer(Consumer):  # type: ignore[misc]
 
     def _new_consumer_thread(self) -> Any:
         return OneLoopConsumerThread(self, loop=self.loop, beacon=self.beacon)
+
+    async def _wait_next_records(self, timeout: float) -> tuple[Any, Any]:
+        """Fetches, and says from where. Faust hands its own set of active partitions on: where that is emptied by a pause while a fetch is on
+        its way, aiokafka takes an empty one for all, and what it then gives would be dropped as if nobody had asked.
+        """
+        if not self.flow_active:
+            await self.wait(self.can_resume_flow)
+        active = set(self._get_active_partitions())
+        self.not_waiting_next_records.set()
+        if not active:
+            # Who is paused isn't idle: aiokafka would leave the group after a while, and Faust never come back.
+            with self._thread._consumer._fetcher._subscriptions.fetch_context():  # noqa: SLF001
+                await self.sleep(PAUSED_LOOK_S)
+            return {}, active
+        records = await self._getmany(active_partitions=set(active), timeout=timeout)
+        return records, active
+
+    def on_buffer_drop(self, tp: Any) -> None:
+        """There is room for a partition's records again: it is read on, unless it is paused for another reason."""
+        if tp in self._buffered_partitions:
+            self._buffered_partitions.discard(tp)
+            if tp not in self._paused_partitions:
+                self._get_active_partitions().add(tp)
 
     async def _drain_messages(self, fetcher: Any) -> None:
         """Hand records on in order, until either stops. A record that was read before a rebalance is handed on again."""

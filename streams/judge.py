@@ -6,20 +6,29 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 
 from decisions import admission as rules
-from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, Case, Refusal
+from decisions.accounts import Accounts
+from decisions.admission import BEFORE_TOKENISING, PLACING, RESOLVING, Case, Refusal
 from decisions.quota import ENDING_WAIT_MS
+from decisions.signature import TEXT, TEXT_PROCESSORS, text_tensors
 from infra import metrics
 from schemas.errors import HeadraceError
-from schemas.events import ModelVersionRegistered
+from schemas.events import ModelVersionRegistered, Tensor
 from schemas.reasons import Reason
-from schemas.topics import work_topic
+from schemas.tensors import strings
+from schemas.topics import INTERACTIVE, work_topic
 from streams.accounts import Ledgers
-from streams.tokenizers import Tokenizers
+from streams.cache import ResponseCache
+from streams.faust_shell import LeftUndone
+from streams.tokenizers import Aside, Tokenizers
+from streams.turnstile import Turnstile
 from streams.world import LiveWorld
 
+LAG_MS = 2_000
+"""A request that was written longer ago than this is judged as of now."""
 ENDING_TOLD_S = 0.6
 """An answer's ending is in `lifecycle` that long after its caller has it, at most, unless something is wrong;"""
 WAITING_MAX, WAITING_OF_TENANT_MAX = 32, 4
@@ -29,20 +38,63 @@ WAITING_MAX, WAITING_OF_TENANT_MAX = 32, 4
 class Judge:
     """Decides, and changes nothing."""
 
-    def __init__(self, world: LiveWorld, tokenizers: Tokenizers, ledgers: Ledgers) -> None:
+    def __init__(
+        self, world: LiveWorld, tokenizers: Tokenizers, ledgers: Ledgers, turnstile: Turnstile, cache: ResponseCache
+    ) -> None:
+        self._turnstile = turnstile
         self._world = world
+        self._cache = cache
         self._tokenizers = tokenizers
         self._ledgers = ledgers
         self._waiting: Counter[str] = Counter()
 
-    async def decide(self, case: Case) -> rules.Verdict:
-        """What all checks say of a case. The last of them have just been made when it returns: nothing came between."""
+    @contextlib.asynccontextmanager
+    async def decided(self, case: Case, accounts: Accounts, size: int) -> AsyncIterator[rules.Verdict]:
+        """What all checks say of a case. The last of them have just been made when it yields: nothing came between.
+
+        While in it the request counts among those of its tenant that wait for a worker. `size` is the bytes of its record. Raises what
+        `Turnstile.enter` does.
+        """
+        case, refusal = await self._entered(case, accounts, size)
+        if refusal is not None:
+            yield case, refusal
+            return
+        try:
+            yield await self._after(case)
+        finally:
+            self._turnstile.leave(case)
+
+    async def _entered(self, asked: Case, accounts: Accounts, size: int) -> rules.Verdict:
+        """A case through the turnstile. While it waited there its tenant, its key or the stable version may have changed: then it is judged anew."""
+        if (lag_ms := int(time.time() * 1000) - asked.requested_ms) > LAG_MS:  # it has lain in the log
+            asked = replace(asked, waited_ms=lag_ms)
+        before = await self._before(asked)
+        while True:
+            case, refusal = before
+            if refusal is not None:
+                return case, refusal
+            if not self._ledgers.current(case.source.partition, accounts):
+                raise LeftUndone
+            entered, refusal = await self._turnstile.enter(case, accounts, size)
+            if refusal is not None or entered is case:
+                return entered, refusal
+            try:
+                before = await self._before(replace(asked, waited_ms=entered.waited_ms))
+            except BaseException:
+                self._turnstile.leave(entered)
+                raise
+            again, refusal = before
+            if refusal is None and again.routed.version == case.routed.version:
+                return replace(entered, version=again.routed), None
+            self._turnstile.leave(entered)
+
+    async def _before(self, case: Case) -> rules.Verdict:
         await self._world.meet_model(case.request.model[: rules.MESSAGE_CHARS_MAX])
         with _timed("before tokenising"):
             verdict = rules.judge(case, self._world, BEFORE_TOKENISING)
-        case, refusal = await self._once_more(case, verdict, BEFORE_TOKENISING)
-        if refusal is not None:
-            return case, refusal
+        return await self._once_more(case, verdict, BEFORE_TOKENISING)
+
+    async def _after(self, case: Case) -> rules.Verdict:
         version = case.routed
         await self._world.counts.learn(work_topic(version.model, version.version, case.tier))
         try:
@@ -50,9 +102,16 @@ class Judge:
                 case = await self.tokenise(case, version)
         except HeadraceError as error:
             return rules.refuse(case, "tokenise", Refusal(error.reason, error.message, error.param))
+        case, refusal = rules.judge(case, self._world, RESOLVING)
+        if refusal is not None:
+            return case, refusal
+        with _timed("look up"):
+            case = await self._cache.look_up(rules.named_for_cache(case))
         with _timed("after tokenising"):
-            verdict = rules.judge(case, self._world, AFTER_TOKENISING)
-        return await self._once_more(case, verdict, AFTER_TOKENISING)
+            verdict = rules.judge(case, self._world, PLACING)
+        verdict = await self._once_more(case, verdict, PLACING)
+        self._cache.count(verdict[0])
+        return verdict
 
     async def _once_more(
         self, case: Case, verdict: rules.Verdict, checks: Iterable[tuple[str, rules.Check]]
@@ -61,10 +120,13 @@ class Judge:
 
         Few wait so, and fewer of one tenant: a flood is refused at once.
         """
+        refusal = verdict[1]
+        if refusal is None:
+            return verdict
         tenant, loop = case.grant.tenant, asyncio.get_running_loop()
         until_s = loop.time() + ENDING_TOLD_S
         while (
-            (refusal := verdict[1]) is not None
+            refusal is not None
             and (refusal.reason, refusal.retry_after_ms) == (Reason.RATE_LIMITED, ENDING_WAIT_MS)
             and loop.time() < until_s
             and self._waiting[tenant] < WAITING_OF_TENANT_MAX
@@ -78,19 +140,44 @@ class Judge:
                 if not self._waiting[tenant]:
                     del self._waiting[tenant]
             verdict = rules.judge(case, self._world, checks)
+            refusal = verdict[1]
         return verdict
 
     async def tokenise(self, case: Case, version: ModelVersionRegistered) -> Case:
         """The case with its prompt in a version's token ids. Raises HeadraceError if it can't be had."""
+        reading = self._turnstile.reading
+        aside = (
+            reading.aside if reading is not None and case.tier != INTERACTIVE else None
+        )  # nobody watches: it may wait
+        if case.request.inputs is not None:
+            return await self._prepare(case, version, case.request.inputs, aside)
         tokenizer = await self._tokenizers.get(version)
-        ids = await self._tokenizers.tokenise(case.request, tokenizer, case.requested_ms)
+        ids = await self._tokenizers.tokenise(case.request, tokenizer, case.requested_ms, aside)
         return rules.tokenised(case, ids, tokenizer.vocab_size)
 
+    async def _prepare(
+        self, case: Case, version: ModelVersionRegistered, inputs: tuple[Tensor, ...], aside: Aside | None
+    ) -> Case:
+        """The inputs of a tensor model as its worker gets them: texts as token ids."""
+        if version.processor not in TEXT_PROCESSORS:
+            return rules.prepared(case, inputs, 0)
+        tokenizer = await self._tokenizers.get(version)
+        text = next((tensor for tensor in inputs if tensor.name == TEXT), None)
+        if text is not None:
+            inputs = text_tensors(await self._tokenizers.encode(strings(text), tokenizer, aside))
+        return rules.prepared(case, inputs, tokenizer.vocab_size)
 
-@contextlib.contextmanager
-def _timed(step: str) -> Iterator[None]:
-    began = time.perf_counter()
-    try:
-        yield
-    finally:
-        metrics.ADMISSION_SECONDS.labels(step).observe(time.perf_counter() - began)
+
+class _timed:  # noqa: N801  # reads as the verb it is; a generator would cost as much as a check
+    """Times a step of one request."""
+
+    __slots__ = ("_began_s", "_step")
+
+    def __init__(self, step: str) -> None:
+        self._step = step
+
+    def __enter__(self) -> None:
+        self._began_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        metrics.of(metrics.ADMISSION_SECONDS, self._step).observe(time.perf_counter() - self._began_s)

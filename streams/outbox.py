@@ -11,6 +11,7 @@ from aiokafka.structs import RecordMetadata
 
 from infra.log import EventProducer, Headers, NotDelivered
 from schemas.events import Event, Reply
+from schemas.quick import quick
 
 ATTEMPTS_MAX = 5
 BACKOFF_S = 0.2
@@ -18,14 +19,27 @@ BACKOFF_S = 0.2
 log = structlog.get_logger("streams.outbox")
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One record to write: the event, where it goes, and how it is written."""
+    """One record to write: the event, where it goes, and how it is written. `value` is the event as `EventProducer.encoded` gave it, if it did."""
 
     topic: str
     event: Event
     key: str | None
     partition: int | None = None
+    encoding: str = "avro"
+    value: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Records of one partition that stand in the log all together or not at all."""
+
+    topic: str
+    events: Sequence[Event]
+    key: str
+    partition: int
     encoding: str = "avro"
 
 
@@ -34,7 +48,9 @@ def reply_to(reply: Reply, event: Event, request_id: str) -> Outgoing:
     return Outgoing(reply.topic, event, request_id, reply.partition, reply.encoding)
 
 
-async def deliver(producer: EventProducer, records: Sequence[Outgoing], headers: Headers = ()) -> list[RecordMetadata]:
+async def deliver(
+    producer: EventProducer, records: Sequence[Outgoing | Together], headers: Headers = ()
+) -> list[RecordMetadata]:
     """Write all records and wait until the broker has them; their positions, in the same order.
 
     What isn't confirmed is written again, all of it: readers ignore what they have seen. Raises `NotDelivered` after
@@ -44,7 +60,7 @@ async def deliver(producer: EventProducer, records: Sequence[Outgoing], headers:
     while True:
         try:
             futures = [await _send(producer, record, headers) for record in records]
-            return list(await asyncio.gather(*futures))
+            return [await future for future in futures]  # each comes to its end by itself: gathering them costs more
         except NotDelivered as error:
             log.warning("not confirmed", attempt=attempt, error=error.message)
             if attempt == ATTEMPTS_MAX:
@@ -53,7 +69,21 @@ async def deliver(producer: EventProducer, records: Sequence[Outgoing], headers:
             attempt += 1
 
 
-async def _send(producer: EventProducer, record: Outgoing, headers: Headers) -> asyncio.Future[RecordMetadata]:
+async def _send(
+    producer: EventProducer, record: Outgoing | Together, headers: Headers
+) -> asyncio.Future[RecordMetadata]:
+    if isinstance(record, Together):
+        return await producer.send_together(
+            record.topic,
+            record.events,
+            key=record.key,
+            partition=record.partition,
+            headers=headers,
+            encoding=record.encoding,
+        )
+    if record.value is not None:
+        key = None if record.key is None else record.key.encode()
+        return await producer.send_raw(record.topic, record.value, key, record.partition, headers)
     return await producer.send(
         record.topic,
         record.event,

@@ -12,6 +12,7 @@ from aiokafka.errors import KafkaError
 
 from decisions.ledger import Counters
 from decisions.placement import SeenWorker
+from decisions.queues import pool_name
 from infra.directory import ModelDirectory, TenantDirectory, WorkerDirectory
 from infra.kafka import make_admin, unreachable
 from infra.settings import KafkaSettings
@@ -141,6 +142,19 @@ class LiveWorld:
         """What a tenant has reserved and spent."""
         accounts = self.ledgers.known(partition) if self.ledgers is not None else None
         return accounts.counters(tenant) if accounts is not None else {}
+
+    def open_requests(self, partition: int, tenant: str, model: str, version: str) -> int:
+        """How many requests of a tenant to a version are admitted and haven't ended."""
+        accounts = self.ledgers.known(partition) if self.ledgers is not None else None
+        return accounts.open_requests(tenant, pool_name(model, version)) if accounts is not None else 0
+
+    def queueing(self, pool: str) -> set[str]:
+        """The tenants in whose partitions this process decides, and that have requests there which no worker has begun."""
+        return self.ledgers.queueing(pool) if self.ledgers is not None else set()
+
+    def queueing_at_most(self, pool: str) -> int:
+        """No fewer than `queueing` has: who is in several partitions counts in each."""
+        return self.ledgers.queueing_at_most(pool) if self.ledgers is not None else 0
 
     def placed(self, topic: str, partition: int) -> None:
         """A record is on its way to a partition: the next request sees it there."""
