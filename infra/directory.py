@@ -6,7 +6,7 @@ Lookups are dictionary accesses. Each directory is a `View`: `start()` it before
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiokafka import ConsumerRecord
 
@@ -46,8 +46,9 @@ class TenantDirectory(View):
         """The tenant and key with this SHA-256. Revoked keys and disabled tenants are found too: look at them."""
         return self._keys.get(sha256_hex)
 
-    def _on_event(self, event: Event, _record: ConsumerRecord) -> None:
+    def _on_event(self, event: Event, record: ConsumerRecord) -> None:
         if isinstance(event, TenantChanged):
+            event = replace(event, keys=tuple(_revoked_by(key, record.timestamp) for key in event.keys))
             self._forget(event.tenant)
             self._tenants[event.tenant] = event
             self._keys.update((key.sha256, (event, key)) for key in event.keys)
@@ -60,6 +61,13 @@ class TenantDirectory(View):
         for key in before.keys if before is not None else ():
             if self._keys.get(key.sha256, (None,))[0] is before:  # not one that another tenant has by now
                 del self._keys[key.sha256]
+
+
+def _revoked_by(key: ApiKey, told_ms: int) -> ApiKey:
+    """A key as its record tells of it: who revoked it may have a clock that is ahead, and it is void from when that was told, at the latest."""
+    if key.revoked_ms is None or key.revoked_ms <= told_ms:
+        return key
+    return replace(key, revoked_ms=told_ms)
 
 
 class ModelDirectory(View):
@@ -108,6 +116,7 @@ class WorkerDirectory(View):
     def __init__(self, settings: KafkaSettings) -> None:
         super().__init__(settings, WORKERS, self._on_event, self._on_removed)
         self._workers: dict[str, SeenWorker] = {}
+        self._serving: dict[tuple[str, str], tuple[SeenWorker, ...]] = {}
         self._start_ups: dict[tuple[str, str], int] = {}
         self._swept_ms = 0
 
@@ -119,9 +128,12 @@ class WorkerDirectory(View):
         """Every worker, by id."""
         return [self._workers[worker_id] for worker_id in sorted(self._workers)]
 
-    def serving(self, model: str, version: str) -> list[SeenWorker]:
-        """The workers of a version, by id."""
-        return [worker for worker in self.all() if (worker.report.model, worker.report.version) == (model, version)]
+    def serving(self, model: str, version: str) -> tuple[SeenWorker, ...]:
+        """The workers of a version, by id. Asked several times for each request, so it is kept until one of them tells something new."""
+        if (found := self._serving.get((model, version))) is None:
+            told = (worker for worker in self.all() if (worker.report.model, worker.report.version) == (model, version))
+            found = self._serving[model, version] = tuple(told)
+        return found
 
     def start_up_ms(self, model: str, version: str) -> int | None:
         """How long the last worker of a version took to be ready, remembered when none is left; None if none was heard of."""
@@ -130,6 +142,7 @@ class WorkerDirectory(View):
     def _on_event(self, event: Event, record: ConsumerRecord) -> None:
         if not isinstance(event, WorkerReported):
             return
+        self._serving.clear()
         if event.start_up_ms:
             self._start_ups[event.model, event.version] = event.start_up_ms
         if event.state == STOPPED:
@@ -145,6 +158,7 @@ class WorkerDirectory(View):
             )
 
     def _on_removed(self, worker_id: str) -> None:
+        self._serving.clear()
         self._workers.pop(worker_id, None)
 
     def _drop(self, worker_ids: Iterable[str]) -> None:

@@ -148,6 +148,16 @@ def make_admin(settings: KafkaSettings, **overrides: Any) -> AIOKafkaAdminClient
     return AIOKafkaAdminClient(**(connection(settings) | overrides))
 
 
+async def cluster_of(settings: KafkaSettings) -> str:
+    """The cluster's own id; "" if its brokers don't tell. Raises KafkaError."""
+    admin = make_admin(settings)
+    try:
+        await admin.start()
+        return str((await admin.describe_cluster()).get("cluster_id") or "")
+    finally:
+        await admin.close()
+
+
 async def partitions_of(consumer: AIOKafkaConsumer, topic: str) -> list[int]:
     """The partitions of a topic that a started consumer hasn't subscribed to, sorted; empty if there is no such topic.
 

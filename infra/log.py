@@ -1,33 +1,38 @@
 """Events onto the log and off it again.
 
 `EventProducer` owns one idempotent Kafka producer and replaces it when a failed batch has broken its sequence.
-`EventDecoder` knows every schema that this version has, and looks others up in the topic `schemas`.
+`EventDecoder` (`infra/decoder.py`) reads them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import structlog
-from aiokafka import AIOKafkaProducer, ConsumerRecord
+from aiokafka import AIOKafkaProducer
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError
+from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import RecordMetadata
 
-from infra import metrics
+from infra.decoder import EventDecoder
 from infra.kafka import make_producer, unreachable
+from infra.payloads import Payloads
 from infra.reach import silence
-from infra.read import Positions, read_to_end
+from infra.read import read_to_end
 from infra.settings import KafkaSettings
+from infra.too_large import RecordTooLarge
 from schemas.codec import Codec, encode, encode_json, published
-from schemas.errors import HeadraceError, Undecodable, UnknownSchema
+from schemas.errors import HeadraceError, Undecodable
 from schemas.events import EVENT_TYPES, Event, SchemaPublished
+from schemas.payloads import Stored, too_many_ids
 from schemas.reasons import Reason
-from schemas.topics import SCHEMAS
+from schemas.topics import INLINE_MAX_BYTES, RECORD_MAX_BYTES, SCHEMAS
+
+__all__ = ["EventDecoder", "EventProducer", "Headers", "NoSuchPartition", "NotDelivered", "RecordTooLarge"]
 
 Headers = Sequence[tuple[str, bytes]]
 
@@ -41,8 +46,8 @@ WATCH_S = 3.0
 REBUILD_BACKOFF_S = 0.1
 REBUILD_BACKOFF_MAX_S = 5.0
 SEND_WAIT_S = 15.0  # a send during a rebuild waits this long for its end
-UNKNOWN_SCHEMAS_MAX = 1024
-UNKNOWN_RECHECK_S = 5.0
+BATCH_BYTES_MAX = RECORD_MAX_BYTES - 64 * 1024
+"""Records that are written together, in bytes: what a topic takes as one record, less what a batch takes itself."""
 
 
 class NotDelivered(HeadraceError, KafkaError):  # type: ignore[misc]  # aiokafka has no types
@@ -59,22 +64,18 @@ class NoSuchPartition(HeadraceError, KafkaError):  # type: ignore[misc]
         super().__init__(Reason.INVALID_REQUEST, message)
 
 
-class RecordTooLarge(HeadraceError, MessageSizeTooLargeError):  # type: ignore[misc]
-    """The record is larger than a topic takes (`schemas.topics.RECORD_MAX_BYTES`)."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(Reason.PAYLOAD_TOO_LARGE, message)
-
-
 class EventProducer:
     """Writes events. For one event loop; safe for any number of its tasks.
 
     Records of one partition arrive in the order in which `send` was called, each once, unless a future fails: then
-    that record's fate is unknown, and so is that of all that were on their way (their futures fail too).
+    that record's fate is unknown, and so is that of all that were on their way (their futures fail too). What goes to the
+    object store first is in its place if its `send` was awaited before the next.
     """
 
-    def __init__(self, settings: KafkaSettings, process: str) -> None:
+    def __init__(self, settings: KafkaSettings, process: str, payloads: Payloads | None = None) -> None:
+        """`payloads` takes what is too large for a record; without it such an event is refused."""
         self._settings = settings
+        self._payloads = payloads
         self._log = structlog.get_logger(process)
         self._producer: AIOKafkaProducer | None = None
         self._topics: set[str] = set()
@@ -142,15 +143,31 @@ class EventProducer:
         partition: int | None = None,
         headers: Headers = (),
         encoding: str = "avro",
+        owner: str | None = None,
     ) -> asyncio.Future[RecordMetadata]:
         """Buffer an event; the future resolves when the broker has confirmed it.
 
-        `encoding` is `avro` or `json`. Raises, and the future fails, with HeadraceError: `NotDelivered` (retriable),
-        `RecordTooLarge`, `NoSuchPartition`; and invalid_request for an event that can't be encoded. A future that
-        nobody awaits is logged if it fails, and otherwise harmless.
+        `encoding` and `owner` are those of `encoded`. Raises, and the future fails, with HeadraceError: `NotDelivered`
+        (retriable), `RecordTooLarge`, `NoSuchPartition`; and what `encoded` raises. A future that nobody awaits is
+        logged if it fails, and otherwise harmless.
         """
-        value = encode(event) if encoding == "avro" else encode_json(event)
+        value = await self.encoded(event, encoding, owner)
         return await self.send_raw(topic, value, None if key is None else key.encode(), partition, headers)
+
+    async def encoded(self, event: Event, encoding: str = "avro", owner: str | None = None) -> bytes:
+        """An event as a record's value, in `avro` or `json`. One that is too large goes to the object store first, and the value refers to it.
+
+        `owner` is its tenant, where the event itself doesn't say so. Raises HeadraceError: invalid_request for an event that can't be
+        encoded; `infra.objects.StoreAway`; `RecordTooLarge` for one that the object store doesn't take either.
+        """
+        form = encode if encoding == "avro" else encode_json
+        tenant = owner or getattr(event, "tenant", None)
+        if self._payloads is None or not tenant or not isinstance(event, Stored):
+            return form(event)
+        value = None if too_many_ids(event) else form(event)
+        if value is not None and len(value) <= INLINE_MAX_BYTES:
+            return value
+        return form(await self._payloads.put(event, value, tenant, encoding))
 
     async def send_and_wait(
         self,
@@ -161,9 +178,13 @@ class EventProducer:
         partition: int | None = None,
         headers: Headers = (),
         encoding: str = "avro",
+        owner: str | None = None,
     ) -> RecordMetadata:
         """`send`, and wait for the broker's word."""
-        return await (await self.send(topic, event, key=key, partition=partition, headers=headers, encoding=encoding))
+        future = await self.send(
+            topic, event, key=key, partition=partition, headers=headers, encoding=encoding, owner=owner
+        )
+        return await future
 
     async def send_raw(
         self,
@@ -189,6 +210,41 @@ class EventProducer:
             raise RecordTooLarge(f"a record for {topic} is too large: {error}") from error
         except (KafkaError, OSError) as error:
             raise NotDelivered(f"a record for {topic} can't be sent: {error}") from error
+        return self._tracked(inner, producer)
+
+    async def send_together(
+        self,
+        topic: str,
+        events: Sequence[Event],
+        *,
+        key: str,
+        partition: int,
+        headers: Headers = (),
+        encoding: str = "avro",
+    ) -> asyncio.Future[RecordMetadata]:
+        """`send` for several records of one partition that stand in the log all together, in this order, or not at all: they are one batch.
+
+        The future tells the first one's place. Raises `RecordTooLarge` if they are more than a batch takes.
+        """
+        batch = BatchBuilder(BATCH_BYTES_MAX, 0)
+        size = 0
+        for event in events:
+            value = encode(event) if encoding == "avro" else encode_json(event)
+            size += len(value)
+            taken = batch.append(timestamp=None, key=key.encode(), value=value, headers=list(headers))
+            if taken is None or size > BATCH_BYTES_MAX:
+                raise RecordTooLarge(f"{len(events)} records for {topic} are too large to be written together")
+        batch.close()  # else the producer would add other records to it
+        await self.require(topic, partition)
+        producer = await self._usable()
+        try:
+            inner = await producer.send_batch(batch, topic, partition=partition)
+        except (KafkaError, OSError) as error:
+            raise NotDelivered(f"records for {topic} can't be sent: {error}") from error
+        return self._tracked(inner, producer)
+
+    def _tracked(self, inner: asyncio.Future[Any], producer: AIOKafkaProducer) -> asyncio.Future[RecordMetadata]:
+        """The future that a caller gets for aiokafka's own: it fails, too, when the producer is replaced or closed."""
         outer: asyncio.Future[RecordMetadata] = asyncio.get_running_loop().create_future()
         self._outstanding.add(outer)
         inner.add_done_callback(partial(self._settle, outer, producer))
@@ -340,57 +396,3 @@ async def _abandon(producer: AIOKafkaProducer) -> None:
     await producer.client.close()
     with contextlib.suppress(TimeoutError, KafkaError):
         await asyncio.wait_for(inside._sender.close(), ABANDON_WAIT_S)  # noqa: SLF001
-
-
-class EventDecoder:
-    """Reads events of any writer: those it can't know from its own schemas it looks up in the topic `schemas`."""
-
-    def __init__(self, settings: KafkaSettings) -> None:
-        self.codec = Codec()
-        self._settings = settings
-        self._positions: Positions = {}
-        self._unknown: OrderedDict[str, float] = OrderedDict()  # fingerprint: when to look again, in loop time
-        self._read_since_s = 0.0  # when the last reading of the topic began, in loop time
-        self._lock = asyncio.Lock()
-
-    async def decode(self, value: bytes | None) -> Event:
-        """The event in a record's value. Raises `Undecodable` for anything else; HeadraceError (unavailable) if the
-        schema isn't known here and the topic `schemas` can't be read.
-        """
-        try:
-            return self.codec.decode(value)
-        except UnknownSchema as unknown:
-            await self._look_up(unknown.fingerprint)
-        return self.codec.decode(value)
-
-    async def decode_or_pass_over(self, record: ConsumerRecord) -> Event | None:
-        """The event of a record; None, counted, for one that is no event of ours. Raises HeadraceError as `decode`."""
-        try:
-            return await self.decode(record.value)
-        except Undecodable:
-            metrics.PASSED_OVER.labels(record.topic).inc()
-            return None
-
-    async def _look_up(self, fingerprint: str) -> None:
-        """Learn what is new in the topic; a fingerprint that isn't there is not looked for again for a while."""
-        loop = asyncio.get_running_loop()
-        asked_s = loop.time()
-        async with self._lock:
-            if self.codec.knows(fingerprint) or loop.time() < self._unknown.get(fingerprint, 0.0):
-                return
-            if self._read_since_s < asked_s:  # else one reading served all who came before it
-                began_s = loop.time()
-                await self._learn_new()
-                self._read_since_s = began_s
-            if not self.codec.knows(fingerprint):
-                self._unknown[fingerprint] = loop.time() + UNKNOWN_RECHECK_S
-                self._unknown.move_to_end(fingerprint)
-                while len(self._unknown) > UNKNOWN_SCHEMAS_MAX:
-                    self._unknown.popitem(last=False)
-
-    async def _learn_new(self) -> None:
-        async for record in read_to_end(self._settings, SCHEMAS, self._positions):
-            with contextlib.suppress(Undecodable):
-                event = self.codec.decode(record.value)
-                if isinstance(event, SchemaPublished):
-                    self.codec.learn(event)

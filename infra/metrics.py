@@ -6,9 +6,14 @@ their number has no limit; they are in the log.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import TypeVar
+
 from prometheus_client import Counter, Gauge, Histogram
 
 from schemas.topics import TOKENS as TOKENS_TOPIC
+
+Labelled = TypeVar("Labelled", Counter, Gauge, Histogram)
 
 _TRAFFIC = ("model", "version", "tier")
 
@@ -23,6 +28,12 @@ TTFT_SECONDS = Histogram(
     "From the request's arrival to the first token sent to the caller.",
     _TRAFFIC,
     buckets=_TTFT_BUCKETS_S,
+)
+BATCH_ROWS = Histogram(
+    "headrace_batch_rows",
+    "Of a tensor model's request: the rows of the run that it was part of.",
+    ("model", "version"),
+    buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256),
 )
 ITL_SECONDS = Histogram(
     "headrace_itl_seconds",
@@ -47,12 +58,18 @@ TOKENS = Counter(
     "Tokens by kind: prompt, cached_prompt, output.",
     (*_TRAFFIC, "kind"),
 )
+HELD_BACK = Gauge("headrace_held_back", "Requests that wait in admission for their tenant's turn.", ("tier",))
 SLOTS = Gauge("headrace_slots", "Requests that the worker can run at once.", ("model", "version"))
 SLOTS_USED = Gauge("headrace_slots_used", "Requests that the worker runs now.", _TRAFFIC)
 REQUESTS = Counter(
     "headrace_requests",  # Shown as headrace_requests_total.
     "Requests that ended, as this process saw it, by outcome: completed, or the reason from the closed list.",
     (*_TRAFFIC, "outcome"),
+)
+JOINED = Counter(
+    "headrace_requests_joined",  # Shown as headrace_requests_joined_total.
+    "Requests that were asked before, under the same key or id: the first's stream is their answer.",
+    ("tier",),
 )
 ADMISSION_SECONDS = Histogram(
     "headrace_admission_seconds", "One admission check of one request.", ("check",), buckets=_CHECK_BUCKETS_S
@@ -88,12 +105,33 @@ ENDED_BY_CLOCK = Counter(
     "Endings written because a deadline or a time limit had passed; those of requests that began meanwhile don't count.",
     ("reason",),
 )
+PAYLOADS = Counter(
+    "headrace_payloads",  # Shown as headrace_payloads_total.
+    "Events too large for a record: stored, read, swept; payload_lost and unavailable are those that couldn't be read.",
+    ("outcome",),
+)
+CACHE_LOOKUPS = Counter(
+    "headrace_cache_lookups",  # Shown as headrace_cache_lookups_total.
+    "Requests for models with a response cache, by what came of it: hit, miss, passed over.",
+    ("model", "outcome"),
+)
+CACHE_BYTES = Gauge("headrace_cache_bytes", "Answers that the response cache keeps of a model, in bytes.", ("model",))
+SHARED_GENERATIONS = Counter(
+    "headrace_shared_generations",  # Shown as headrace_shared_generations_total.
+    "Answers that had the generation of an equal request.",
+)
 LOOP_LAG_SECONDS = Gauge("headrace_loop_lag_seconds", "By how much the event loop's last heartbeat was late.")
 OPEN_REQUESTS_DROPPED = Counter(
     "headrace_open_requests_dropped",  # Shown as headrace_open_requests_dropped_total.
     "Requests that endings stopped following before they ended, by which limit: age, number.",
     ("limit",),
 )
+
+
+@cache
+def of(metric: Labelled, *labels: str) -> Labelled:
+    """`metric.labels(*labels)`, looked up once: where it is asked for each record, that costs more than to count."""
+    return metric.labels(*labels)
 
 
 def topic_label(topic: str) -> str:

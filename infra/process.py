@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -22,9 +23,12 @@ CANCEL_GRACE_S = 3.0
 LEAVE_GRACE_S = 5.0
 """How long tasks and threads that are left over may take to end with the event loop; then the process ends without them."""
 
-GC_THRESHOLDS = (50_000, 20, 50)
+GC_THRESHOLDS = (2_000, 5_000, 10)
 """Records and their futures come and go by thousands a second and hold no cycles: looking for those at Python's own pace costs a tenth
-of the time."""
+of the time. What is looked through at once is so little that nobody waits for it."""
+
+SWITCH_S = 0.001
+"""So long a thread that computes keeps the interpreter from the event loop at most, each time that the loop has let go of it."""
 
 Main = Callable[[asyncio.Event], Awaitable[None]]
 
@@ -39,6 +43,7 @@ def run(main: Main, process: str, level: str | None = None) -> None:
     log = structlog.get_logger(process)
     gc.freeze()  # what was imported stays
     gc.set_threshold(*GC_THRESHOLDS)
+    sys.setswitchinterval(SWITCH_S)
     leaving = threading.Timer(LEAVE_GRACE_S, _leave, (log,))
     leaving.daemon = True
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

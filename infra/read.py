@@ -53,11 +53,15 @@ async def reached(consumer: AIOKafkaConsumer, ends: Positions) -> bool:
 
 
 async def read_to_end(
-    settings: KafkaSettings, topic: str, positions: Positions | None = None, only: Collection[int] | None = None
+    settings: KafkaSettings,
+    topic: str,
+    positions: Positions | None = None,
+    only: Collection[int] | None = None,
+    last: int | None = None,
 ) -> AsyncIterator[ConsumerRecord]:
     """Every record of a topic, or of `only` some of its partitions, up to its end as of now, in order within a partition.
 
-    `positions` says where to start, and is moved on to where the next call should. Raises HeadraceError (unavailable)
+    `positions` says where to start, and is moved on to where the next call should; `last` starts so many offsets before the end. Raises HeadraceError (unavailable)
     if the topic or the cluster can't be reached, or nothing comes for `READ_STALL_S`.
     """
     consumer = make_consumer(settings)
@@ -65,6 +69,10 @@ async def read_to_end(
     try:
         await consumer.start()
         ends = await assign_all(consumer, topic, positions, only)
+        if last is not None:
+            begins = await consumer.beginning_offsets(list(ends))
+            for partition, end in ends.items():
+                consumer.seek(partition, max(begins[partition], end - last))
         limit = loop.time() + READ_STALL_S
         while not await reached(consumer, ends):
             batches = await consumer.getmany(timeout_ms=POLL_MS)

@@ -2,14 +2,15 @@
 
 One frozen class a process, each with `from_env()`. A field's variable is its name in capitals after `HEADRACE_` and,
 except for the fields that all processes share, the process: `BridgeSettings.keepalive_ms` is
-`HEADRACE_BRIDGE_KEEPALIVE_MS`. Shared: `HEADRACE_KAFKA*`, `HEADRACE_DATA`, `HEADRACE_OPS_PORT`,
-`HEADRACE_GRANT_SECRET`. An empty variable counts as absent. Raises `SettingsError` that names the variable.
+`HEADRACE_BRIDGE_KEEPALIVE_MS`. Shared: `HEADRACE_KAFKA*`, `HEADRACE_OBJECTS*`, `HEADRACE_DATA`, `HEADRACE_OPS_PORT`,
+`HEADRACE_GRANT_SECRET`, and `HEADRACE_OPS_HOST` and `HEADRACE_LOG_LEVEL`, which are read where they are used. An empty variable counts as absent. Raises `SettingsError` that names the variable.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import secrets
 import socket
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any, Self
 
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
-from schemas.topics import BATCH, HOUR_MS, INLINE_MAX_BYTES, INTERACTIVE, REQUEST_MAX_BYTES
+from schemas.topics import BATCH, DAY_MS, HOUR_MS, INTERACTIVE, REQUEST_MAX_BYTES
 
 SECRET_BYTES = 32
 SECRET_BYTES_MIN = 32  # RFC 7518 §3.2: no shorter than the hash that HS256 uses
@@ -134,6 +135,42 @@ def _bootstrap(value: str) -> str:
     return ",".join(servers)
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectSettings:
+    """Where the object store is: a folder (`path`, no bucket), or a bucket, the prefix of its keys, and the server's address if it isn't AWS's."""
+
+    path: str
+    bucket: str | None = None
+    endpoint: str | None = None
+
+    @classmethod
+    def from_env(cls, env: Environment = os.environ) -> Self | None:
+        """Read `HEADRACE_OBJECTS` (`file:///folder` or `s3://bucket/prefix`) and `HEADRACE_OBJECTS_ENDPOINT`; None where neither is set."""
+        url, endpoint = env.get("HEADRACE_OBJECTS"), env.get("HEADRACE_OBJECTS_ENDPOINT") or None
+        if not url:
+            if endpoint:
+                raise SettingsError("HEADRACE_OBJECTS_ENDPOINT needs a bucket: HEADRACE_OBJECTS=s3://bucket/prefix")
+            return None
+        if url.startswith("file:///"):
+            if endpoint:
+                raise SettingsError("HEADRACE_OBJECTS is a folder, which has no HEADRACE_OBJECTS_ENDPOINT")
+            return cls(url.removeprefix("file://"))
+        bucket, _, prefix = url.removeprefix("s3://").partition("/")
+        if not url.startswith("s3://") or not _BUCKET.fullmatch(bucket) or not _PREFIX.fullmatch(prefix.rstrip("/")):
+            raise SettingsError(
+                "HEADRACE_OBJECTS takes file:///folder or s3://bucket/prefix, with a whole path or a bucket's name"
+            )
+        if endpoint and ("@" in endpoint or not endpoint.startswith(("http://", "https://"))):
+            raise SettingsError(
+                "HEADRACE_OBJECTS_ENDPOINT takes an address that starts with http:// or https://, without credentials"
+            )
+        return cls(prefix.rstrip("/"), bucket, endpoint)
+
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"|[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
+
+
 def grant_secret(data_dir: Path, env: Environment = os.environ) -> bytes:
     """The key that signs grants: `HEADRACE_GRANT_SECRET`, else the file `<data_dir>/secrets/grant`.
 
@@ -171,9 +208,10 @@ _SHARED = {"data_dir": "HEADRACE_DATA", "ops_port": "HEADRACE_OPS_PORT"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSettings:
-    """What every process has. `ops_port` serves /metrics, /livez and /readyz; 0 is none."""
+    """What every process has. `ops_port` serves /metrics, /livez and /readyz; 0 is none. `objects` None is the folder `objects` in `data_dir`."""
 
     kafka: KafkaSettings = field(default_factory=KafkaSettings)
+    objects: ObjectSettings | None = None
     data_dir: Path = Path(".headrace")
     ops_port: int = 0
 
@@ -182,11 +220,11 @@ class ProcessSettings:
         """Read every field's variable; `SettingsError` names the first that can't be used."""
         prefix = f"HEADRACE_{cls.__name__.removesuffix('Settings').upper()}_"
         hints = typing.get_type_hints(cls)
-        values: dict[str, Any] = {"kafka": KafkaSettings.from_env(env)}
+        values: dict[str, Any] = {"kafka": KafkaSettings.from_env(env), "objects": ObjectSettings.from_env(env)}
         for item in dataclasses.fields(cls):
             name = _SHARED.get(item.name, prefix + item.name.upper())
             raw = env.get(name)
-            if raw and item.name not in ("kafka", "grant_secret"):
+            if raw and item.name not in ("kafka", "objects", "grant_secret"):
                 values[item.name] = _convert(name, raw, hints[item.name])
         if "grant_secret" in hints:
             values["grant_secret"] = grant_secret(values.get("data_dir", Path(".headrace")), env)
@@ -223,8 +261,11 @@ class AdmissionSettings(ProcessSettings):
     tier: str = INTERACTIVE
     grant_secret: bytes = field(default=b"", repr=False)
     tokenise_threads: int = 2
-    inline_bytes_max: int = INLINE_MAX_BYTES
+    request_bytes_max: int = REQUEST_MAX_BYTES
     worker_stale_ms: int = 10_000  # a worker that has not reported for so long takes no new work
+    cache_url: str = field(
+        default="memory://", repr=False
+    )  # the response cache: memory://, or redis:// with its password
     session_timeout_ms: int = 10_000
 
 
@@ -242,10 +283,12 @@ class EndingsSettings(ProcessSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LifecycleSettings(ProcessSettings):
-    """`headrace streams lifecycle`: keeps deadlines and time limits."""
+    """`headrace streams lifecycle`: keeps deadlines and time limits, and removes payloads that no record refers to any more."""
 
     commit_interval_ms: int = 1_000
     session_timeout_ms: int = 10_000
+    sweep_interval_ms: int = HOUR_MS
+    payload_retention_ms: int = 8 * DAY_MS  # a day more than requests and answers are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,12 +315,12 @@ class BridgeSettings(ProcessSettings):
 
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int = 0  # 0: no gRPC
     grant_secret: bytes = field(default=b"", repr=False)
     instance: str = field(default_factory=_process_id)
     body_bytes_max: int = REQUEST_MAX_BYTES
-    inline_bytes_max: int = INLINE_MAX_BYTES
     grant_ttl_ms: int = 300_000
-    deadline_default_ms: int = 60_000
+    deadline_default_ms: int = 60_000  # for a model that the bridge doesn't know; else the model's default_timeout_ms
     keepalive_ms: int = 15_000
     reader_pending_bytes_max: int = 1024 * 1024  # text that a slow reader has not taken
     reader_stall_ms: int = 30_000

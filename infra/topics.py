@@ -21,6 +21,7 @@ from schemas.topics import (
     HOUR_MS,
     MINUTE_MS,
     RECORD_MAX_BYTES,
+    REGISTRY,
     PartitionCounts,
     TopicSpec,
     core_topics,
@@ -63,19 +64,21 @@ def topic_config(spec: TopicSpec) -> dict[str, str]:
 
 
 async def ensure(
-    settings: KafkaSettings, specs: Iterable[TopicSpec], replication: int = 1, *, grow: bool = False
+    settings: KafkaSettings, specs: Iterable[TopicSpec], replication: int | None = 1, *, grow: bool = False
 ) -> list[TopicReport]:
     """Create the topics that are missing, correct the settings of the others, and return when all have leaders.
 
     A partition count that differs is an error, since it decides where keys go: HeadraceError (conflict) lists all of
     them, once everything else is done. With `grow`, too few become enough. Fewer replicas than `replication` stay as they
-    are, and the report says so. Other failures are HeadraceError too (unavailable, permission_denied, invalid_request).
+    are, and the report says so; None makes as many as the topics have that exist whatever is served. Other failures are HeadraceError too (unavailable, permission_denied, invalid_request).
     """
     wanted = {spec.name: spec for spec in specs}
     admin = make_admin(settings)
     try:
         await admin.start()
         existing = await _partitions(admin)
+        if replication is None:
+            replication = (await _replicas(admin)).get(REGISTRY, 1)
         reports = await _create(admin, [spec for name, spec in wanted.items() if name not in existing], replication)
         found = [name for name in wanted if name not in {report.name for report in reports}]
         existing = await _await_visible(admin, set(wanted))
@@ -103,7 +106,7 @@ async def ensure_core(
 
 
 async def ensure_model(
-    settings: KafkaSettings, model_version: ModelVersionRegistered, replication: int = 1
+    settings: KafkaSettings, model_version: ModelVersionRegistered, replication: int | None = None
 ) -> list[TopicReport]:
     """`ensure` for a model version's work topics, which may grow: admission chooses their partitions itself."""
     specs = model_topics(
@@ -117,7 +120,7 @@ async def ensure_model(
 
 
 async def ensure_tenant(
-    settings: KafkaSettings, tenant: str, partitions: int = 1, replication: int = 1
+    settings: KafkaSettings, tenant: str, partitions: int = 1, replication: int | None = None
 ) -> list[TopicReport]:
     """`ensure` for the topic that a direct producer reads its answers from."""
     return await ensure(settings, [tenant_topic(tenant, partitions)], replication, grow=True)

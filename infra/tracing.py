@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Sequence
+from random import Random
 
 from schemas.topics import TRACEPARENT_HEADER, TRACESTATE_HEADER
 
@@ -12,6 +12,8 @@ STATE_BYTES_MAX = 512
 SAMPLED = "01"
 
 _PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+_random = Random()  # ids are no secrets, and the system's own randomness lets other threads in each time
 
 Headers = Sequence[tuple[str, bytes]]
 
@@ -29,7 +31,8 @@ def trace_id(headers: Headers) -> str | None:
 
 def child(headers: Headers) -> Headers:
     """The headers of what these caused: the same trace with a new span, or a new trace if there is none (or none valid)."""
-    parts = _parse(_find(headers, TRACEPARENT_HEADER))
+    given = _find(headers, TRACEPARENT_HEADER)
+    parts = None if given is None else _parse(given)
     if parts is None:
         return ((TRACEPARENT_HEADER, new_traceparent().encode()),)
     trace, flags = parts
@@ -56,6 +59,6 @@ def _parse(value: bytes | None) -> tuple[str, str] | None:
 
 
 def _id(size: int) -> str:
-    while not int(text := secrets.token_hex(size), 16):
+    while not (number := _random.getrandbits(8 * size)):
         pass
-    return text
+    return f"{number:0{2 * size}x}"

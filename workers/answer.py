@@ -12,7 +12,8 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from infra.log import EventProducer, Headers
+from infra.log import EventProducer, Headers, RecordTooLarge
+from infra.objects import StoreAway
 from schemas.errors import HeadraceError
 from schemas.events import (
     Attempt,
@@ -23,6 +24,7 @@ from schemas.events import (
     InferenceCompleted,
     InferenceFailed,
     InferenceScheduled,
+    Tensor,
     Timings,
     TokenLogprob,
     TokensGenerated,
@@ -95,8 +97,8 @@ class Answer:
         flushed_s = 0.0 if work.stream else time.monotonic()
         self._choices = [_Choice(sent=count, flushed_s=flushed_s) for count in from_tokens]
         self._begun = GenerationStarted(
-            work.request_id, work.tenant, work.model, work.version, work.tier, self.attempt, from_tokens, len(work.prompt_token_ids), self._worker_id, queue_ms, work.sampling,
-            None if any(from_tokens) else work.rates,
+            work.request_id, work.tenant, work.model, work.version, work.tier, self.attempt, from_tokens, work.prompt_tokens or len(work.prompt_token_ids), self._worker_id, queue_ms, work.sampling,
+            None if any(from_tokens) else work.rates, work.cache_key,
         )  # fmt: skip
         self._timer = asyncio.get_running_loop().call_later(START_LINGER_S, self._announce_beside)
 
@@ -180,7 +182,9 @@ class Answer:
                 del choice.ids[:count], choice.logprobs[:count], choice.texts[:texts]
                 choice.flushed_s = time.monotonic()
 
-    async def complete(self, ends: tuple[ChoiceEnd, ...], usage: Usage, timings: Timings) -> None:
+    async def complete(
+        self, ends: tuple[ChoiceEnd, ...], usage: Usage, timings: Timings, outputs: tuple[Tensor, ...] = ()
+    ) -> None:
         """Writes the ending; returns when the broker has confirmed all of it."""
         work = self._work
         await self._end(
@@ -195,6 +199,7 @@ class Answer:
                 usage,
                 timings,
                 self._worker_id,
+                outputs,
             )
         )
 
@@ -216,6 +221,13 @@ class Answer:
                 usage=usage,
             )
         )
+
+    def give_up(self) -> None:
+        """Forgets the tokens that aren't sent: they can't be."""
+        for choice in self._choices:
+            choice.ids.clear()
+            choice.texts.clear()
+            choice.logprobs.clear()
 
     async def _end(self, event: Event) -> None:
         for index in range(len(self._choices)):
@@ -270,7 +282,10 @@ class Answer:
                 partition=reply.partition,
                 headers=self._headers,
                 encoding=reply.encoding,
+                owner=self._work.tenant,
             )
+        except (StoreAway, RecordTooLarge):
+            raise  # nothing was written, and what is no larger than a record still can be
         except HeadraceError as error:
             self._failure = error
             raise

@@ -15,29 +15,34 @@ from dataclasses import replace
 from typing import Any
 
 import structlog
+from aiokafka import ConsumerRecord
 from aiokafka.errors import KafkaError
 
 from decisions.takeover import Action
-from decisions.window import window_records
+from decisions.window import guest_slots, window_records
 from infra import metrics
 from infra.log import EventDecoder, EventProducer, NoSuchPartition
+from infra.payloads import Payloads
 from infra.settings import WorkerSettings
 from infra.tracing import child
 from schemas.errors import HeadraceError
 from schemas.events import Attempt, GenerationReleased, ModelVersionRegistered, PartitionReport
+from schemas.payloads import is_reference
 from schemas.reasons import Reason
 from schemas.topics import work_topic
-from text.tokenizer import Tokenizer
 from workers.control import Control
-from workers.engines.port import Engine, EngineDead, EngineStats
+from workers.engines.port import EngineDead, EngineStats
 from workers.goodbye import HANDOVER_WAIT_S, LEAVE_WAIT_S, await_jobs, leave
 from workers.group import Group, Held
 from workers.intake import Intake
 from workers.job import Job, Stop, Tools
-from workers.report import DRAINING, READY, Load, Reporter
+from workers.promises import Promises
+from workers.report import DRAINING, READY, Load, Reporter, served_tiers
 from workers.retry import persist
 from workers.slots import Slots
 from workers.takeover import TakeOver
+from workers.tensor_job import TensorModel
+from workers.token_job import LanguageModel
 from workers.turns import Turns
 from workers.work import RequestKey, Work, fresh_plan, refusal, tell_and_wait
 
@@ -45,6 +50,8 @@ log = structlog.get_logger("worker")
 
 COUNTER_BITS = 32
 COUNTER_SALT_BITS = 20
+LARGE_MAX = 16
+"""Works from the object store that are held at once, waiting or running: the window counts their records' bytes and not theirs."""
 
 
 def group_id(model: str, version: str) -> str:
@@ -59,33 +66,34 @@ class WorkerLoop:
         self,
         settings: WorkerSettings,
         version: ModelVersionRegistered,
-        engine: Engine,
-        tokenizer: Tokenizer,
+        model: LanguageModel | TensorModel,
         producer: EventProducer,
         reporter: Reporter,
+        payloads: Payloads | None = None,
     ) -> None:
         """Nothing runs before `run`."""
         self._settings = settings
         self._version = version
-        self._engine = engine
+        self._model = model
         self._producer = producer
         self._reporter = reporter
-        self._slots = Slots(settings.slots or version.slots, self._fill)
-        self._tools = Tools(
-            engine, producer, tokenizer, self._slots, settings.worker_id, settings.chunk_linger_ms, reporter.rate.count
-        )
-        records = window_records(settings.window_records, version.slots)
-        tiers = [tier for tier in settings.tiers if tier in version.tiers]
+        slots = settings.slots or version.slots
+        self._slots = Slots(slots + guest_slots(slots), self._fill, guest_slots(slots))
+        self._tools = Tools(producer, self._slots, settings.worker_id, settings.chunk_linger_ms, reporter.rate.count)
+        self._records = window_records(settings.window_records, version.slots)
+        tiers = served_tiers(settings, version)
         topics = [work_topic(version.model, version.version, tier) for tier in tiers]
-        self._group = Group(settings, group_id(version.model, version.version), topics, records, self)
+        self._group = Group(settings, group_id(version.model, version.version), topics, self._records, self)
         self._control = Control(settings.kafka, self._cancel)
-        decoder = EventDecoder(settings.kafka)
+        decoder = EventDecoder(settings.kafka, payloads)
         self._takeover = TakeOver(settings, producer, decoder)
         self._intake = Intake(
             version, producer, decoder, lambda key: key in self._works or self._control.is_cancelled(key)
         )
         self._works: dict[RequestKey, Work] = {}
-        self._turns = Turns()
+        self._promises = Promises(settings.kafka, version, slots, tiers)
+        self._turns = Turns(lambda: self._promises.room(self._slots.used))
+        self._large = {topic: asyncio.Semaphore(LARGE_MAX) for topic in topics}
         self._tasks: set[asyncio.Task[None]] = set()
         self._jobs: set[asyncio.Task[None]] = set()
         self._failed = asyncio.Event()
@@ -109,6 +117,7 @@ class WorkerLoop:
         """Serves until `stop` is set, then drains. Raises what made it unable to go on."""
         await self._takeover.start()
         try:
+            await self._promises.start()
             await self._control.start()
             await self._group.start()
             await self._reporter.change(READY)
@@ -149,20 +158,41 @@ class WorkerLoop:
         while True:
             fenced = []
             for held, record in await self._group.fetch():
-                work = await self._intake.open(held, record)
-                if not self._group.holds(held):
-                    continue  # lost meanwhile: it is opened again by whoever has it next
-                if work is None:
-                    self._group.finish(held, record.offset)
-                    continue
-                self._works[work.key] = work
-                if work.fence:
+                if is_reference(record.value):
+                    self._spawn(self._take_large(held, record), self._tasks)
+                elif (work := await self._take(held, record)) is not None and work.fence:
                     fenced.append(work)
-                else:
-                    self._turns.wait(work)
             if fenced:
                 self._spawn(self._take_over(fenced), self._tasks)
             self._fill()
+
+    async def _take(self, held: Held, record: ConsumerRecord[bytes, bytes]) -> Work | None:
+        """Opens a record, which then waits for its turn unless it is to be fenced first."""
+        work = await self._intake.open(held, record)
+        if not self._group.holds(held):
+            return None  # lost meanwhile: it is opened again by whoever has it next
+        if work is None:
+            self._group.finish(held, record.offset)
+            return None
+        self._works[work.key] = work
+        if not work.fence:
+            self._turns.wait(work)
+        return work
+
+    async def _take_large(self, held: Held, record: ConsumerRecord[bytes, bytes]) -> None:
+        """What is in the object store is fetched beside the others. None is lost by that: a record counts as finished when it is."""
+        await self._large[held.tp.topic].acquire()
+        work = None
+        try:
+            work = await self._take(held, record)
+        finally:
+            if work is None:
+                self._large[held.tp.topic].release()
+        if work is not None:
+            work.large = True
+            if work.fence:
+                await self._take_over([work])
+        self._fill()
 
     async def _keep(self) -> None:
         """Commits, at the interval or when a window needs it, and drops what is past its deadline."""
@@ -216,7 +246,7 @@ class WorkerLoop:
     def _engine_dead(self) -> bool:
         """What begins on a dead engine counts as failed, though nothing ran."""
         try:
-            self._engine.stats()
+            self._model.stats()
         except EngineDead:
             return True
         return False
@@ -225,7 +255,9 @@ class WorkerLoop:
         attempt = work.attempt or self._next_attempt(work.held)
         try:
             plan = work.plan or fresh_plan(work.scheduled)
-            job = Job(self._tools, work.scheduled, attempt, plan, child(work.headers), fenced=work.plan is not None)
+            job = self._model.job(
+                self._tools, work.scheduled, attempt, plan, child(work.headers), fenced=work.plan is not None
+            )
         except HeadraceError as error:
             self._spawn(self._refuse(work, error.reason, error.message), self._tasks)
             return
@@ -287,6 +319,8 @@ class WorkerLoop:
     def _forget(self, work: Work) -> None:
         if self._works.get(work.key) is work:
             del self._works[work.key]
+            if work.large:
+                self._large[work.held.tp.topic].release()
 
     async def _refuse(self, work: Work, reason: Reason, message: str) -> None:
         asked = work.scheduled
@@ -385,6 +419,7 @@ class WorkerLoop:
         for task in [*self._tasks, *self._jobs]:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._jobs, return_exceptions=True)
+        await self._promises.stop()
         await leave(self._group, self._control, self._takeover, self._reporter, away=self._log_away())
 
     def _log_away(self) -> bool:
@@ -396,13 +431,15 @@ class WorkerLoop:
             for held in self._group.held.values()
         )
         try:
-            stats = self._engine.stats()
+            stats = self._model.stats()
         except EngineDead:
             if not self._draining:
                 raise
             stats = EngineStats()
-        metrics.SLOTS.labels(self._version.model, self._version.version).set(self._slots.total)
-        return Load(reports, self._slots.total, self._slots.used, self._turns.waiting, stats.kv_cache_use)
+        metrics.SLOTS.labels(self._version.model, self._version.version).set(self._promises.slots)
+        return Load(
+            reports, self._promises.slots, self._slots.used, self._turns.waiting, stats.kv_cache_use, self._records
+        )
 
 
 def _now_ms() -> int:

@@ -7,8 +7,10 @@ import contextlib
 
 import structlog
 
+from decisions.window import guest_slots
 from infra.directory import ModelDirectory
 from infra.log import EventProducer
+from infra.payloads import Payloads
 from infra.reach import until_reached
 from infra.settings import WorkerSettings
 from infra.telemetry import OpsServer
@@ -16,17 +18,22 @@ from infra.topics import ensure_model
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
 from schemas.reasons import Reason
-from schemas.topics import CONTROL, DEAD_LETTERS, REGISTRY, SCHEMAS, TOKENS, WORKERS
-from text.tokenizer import Tokenizer, load_tokenizer
-from workers.engines.choice import make_engine, resolved, tokenizer_ref
+from schemas.topics import CONTROL, DEAD_LETTERS, REGISTRY, SCHEMAS, TENANTS, TOKENS, WORKERS
+from text.tokenizer import load_tokenizer
+from workers.engines.choice import make_engine, make_tensor_engine, resolved, tokenizer_ref
 from workers.engines.port import Engine
+from workers.engines.shared import SharedEngine
+from workers.engines.shared_tensors import SharedTensors
+from workers.engines.tensors import TensorEngine
 from workers.intake import PROCESS
 from workers.loop import WorkerLoop
-from workers.report import STARTING, Reporter
+from workers.report import STARTING, Reporter, served_tiers
+from workers.tensor_job import TensorModel
+from workers.token_job import LanguageModel
 
 log = structlog.get_logger(PROCESS)
 
-TOPICS = (REGISTRY, SCHEMAS, CONTROL, WORKERS, TOKENS, DEAD_LETTERS)
+TOPICS = (TENANTS, REGISTRY, SCHEMAS, CONTROL, WORKERS, TOKENS, DEAD_LETTERS)
 REGISTRY_WAIT_S = 5.0
 """How often a worker says that it waits for its version to be registered."""
 
@@ -57,12 +64,14 @@ async def run(settings: WorkerSettings, model: str, version: str, stop: asyncio.
         if registered is None:
             return
         await ensure_model(settings.kafka, registered)
-        producer = EventProducer(settings.kafka, PROCESS)
+        payloads = Payloads.of(settings)
+        producer = EventProducer(settings.kafka, PROCESS, payloads)
         await producer.start()
         try:
-            await _serve(settings, registered, producer, ready, stop)
+            await _serve(settings, registered, producer, payloads, ready, stop)
         finally:
             await producer.stop()
+            await payloads.close()
 
 
 async def _registered(
@@ -93,48 +102,63 @@ async def _serve(
     settings: WorkerSettings,
     version: ModelVersionRegistered,
     producer: EventProducer,
+    payloads: Payloads,
     ready: _Readiness,
     stop: asyncio.Event,
 ) -> None:
-    reporter = Reporter(producer, settings.worker_id, version, settings.report_interval_ms)
+    tiers = served_tiers(settings, version)
+    reporter = Reporter(producer, settings.worker_id, version, settings.report_interval_ms, tiers)
     await reporter.change(STARTING)
     ready.phase = f"loading {version.model} {version.version}"
     version = await asyncio.to_thread(resolved, version, settings.data_dir)
-    engine = make_engine(version, settings.slots or version.slots)
+    slots = settings.slots or version.slots
+    loading = _Loading(version, slots + guest_slots(slots))
     reporting = asyncio.create_task(reporter.run())
     try:
-        tokenizer = await _load(settings, version, engine, stop)
+        model = await loading.model(settings, stop)
         reporting.cancel()
-        if tokenizer is None:
+        if model is None:
             return
-        loop = WorkerLoop(settings, version, engine, tokenizer, producer, reporter)
+        loop = WorkerLoop(settings, version, model, producer, reporter, payloads)
         ready.loop = loop
         await loop.run(stop)
     finally:
         reporting.cancel()
-        await engine.shutdown()
+        await loading.engine.shutdown()
 
 
-async def _load(
-    settings: WorkerSettings, version: ModelVersionRegistered, engine: Engine, stop: asyncio.Event
-) -> Tokenizer | None:
-    """Starts the engine and loads the tokenizer; None if `stop` comes first."""
-    tokenizer = await asyncio.to_thread(load_tokenizer, tokenizer_ref(version))
-    starting, stopping = asyncio.ensure_future(engine.start()), asyncio.ensure_future(stop.wait())
-    try:
-        await asyncio.wait(
-            {starting, stopping}, timeout=settings.start_up_max_ms / 1000, return_when=asyncio.FIRST_COMPLETED
+class _Loading:
+    """A version's engine, until it is up."""
+
+    def __init__(self, version: ModelVersionRegistered, slots: int) -> None:
+        self._version = version
+        self.engine: Engine | TensorEngine = (
+            SharedTensors(make_tensor_engine(version)) if version.inputs else SharedEngine(make_engine(version, slots))
         )
-        if starting.done():
-            await starting
-            log.info("the engine is up", engine=version.engine, model=version.model, version=version.version)
-            return tokenizer
-        if stopping.done():
-            return None
-        raise HeadraceError(Reason.UNAVAILABLE, f"the engine was not up within {settings.start_up_max_ms} ms")
-    finally:
-        stopping.cancel()
-        if not starting.done():
-            starting.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
+
+    async def model(self, settings: WorkerSettings, stop: asyncio.Event) -> LanguageModel | TensorModel | None:
+        """Starts the engine and loads the tokenizer; None if `stop` comes first."""
+        engine, version = self.engine, self._version
+        model: LanguageModel | TensorModel
+        if isinstance(engine, TensorEngine):
+            model = TensorModel(engine)
+        else:
+            model = LanguageModel(engine, await asyncio.to_thread(load_tokenizer, tokenizer_ref(version)))
+        starting, stopping = asyncio.ensure_future(engine.start()), asyncio.ensure_future(stop.wait())
+        try:
+            await asyncio.wait(
+                {starting, stopping}, timeout=settings.start_up_max_ms / 1000, return_when=asyncio.FIRST_COMPLETED
+            )
+            if starting.done():
                 await starting
+                log.info("the engine is up", engine=version.engine, model=version.model, version=version.version)
+                return model
+            if stopping.done():
+                return None
+            raise HeadraceError(Reason.UNAVAILABLE, f"the engine was not up within {settings.start_up_max_ms} ms")
+        finally:
+            stopping.cancel()
+            if not starting.done():
+                starting.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await starting

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from infra.log import EventProducer
+from infra.settings import WorkerSettings
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered, PartitionReport, WorkerReported
 from schemas.topics import WORKERS
@@ -72,6 +73,7 @@ class Load:
     running: int = 0
     waiting: int = 0
     kv_cache_use: float | None = None
+    window_records: int = 0
 
     @property
     def finished(self) -> int:
@@ -79,17 +81,28 @@ class Load:
         return sum(report.finished_above for report in self.partitions)
 
 
+def served_tiers(settings: WorkerSettings, version: ModelVersionRegistered) -> list[str]:
+    """What a worker of a version serves: of its settings' tiers those that the version has."""
+    return [tier for tier in settings.tiers if tier in version.tiers]
+
+
 class Reporter:
     """Sends reports. `load` tells what to report; `state` is changed by `change`."""
 
     def __init__(
-        self, producer: EventProducer, worker_id: str, version: ModelVersionRegistered, interval_ms: int
+        self,
+        producer: EventProducer,
+        worker_id: str,
+        version: ModelVersionRegistered,
+        interval_ms: int,
+        tiers: Sequence[str] = (),
     ) -> None:
-        """The state is `starting`."""
+        """The state is `starting`. `tiers` are those that the worker serves."""
         self._producer = producer
         self._worker_id = worker_id
         self._version = version
         self._interval_s = interval_ms / 1000
+        self._tiers = tuple(tiers)
         self._started_ms = int(time.time() * 1000)
         self.state = STARTING
         self._start_up_ms = 0
@@ -131,6 +144,6 @@ class Reporter:
         event = WorkerReported(
             self._worker_id, version.model, version.version, self.state, load.partitions, load.slots, load.running, load.waiting, load.finished,
             load.kv_cache_use, self.rate.mark(), version.digest, self._started_ms,
-            self.service.mean_ms, self._start_up_ms,
+            self.service.mean_ms, self._start_up_ms, load.window_records, self._tiers,
         )  # fmt: skip
         await self._producer.send_and_wait(WORKERS, event, key=self._worker_id)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from decisions.window import Waiting, choose
+from collections.abc import Callable
+
+from decisions.window import Room, Waiting, choose
 from workers.job import Job
 from workers.work import Work
 
@@ -10,8 +12,9 @@ from workers.work import Work
 class Turns:
     """Keeps both, and starts nothing. A job is under way from `begin` to `end`: until the broker has confirmed all that it wrote."""
 
-    def __init__(self) -> None:
-        """Nothing waits and nothing is under way."""
+    def __init__(self, room: Callable[[], Room]) -> None:
+        """Nothing waits and nothing is under way. `room` tells for whom slots are kept at present."""
+        self._room = room
         self._waiting: list[Work] = []
         self._under_way: dict[Job, Waiting] = {}
 
@@ -38,7 +41,7 @@ class Turns:
 
     def take(self) -> Work | None:
         """The work to begin now, which no longer waits; None if none may begin beside what is under way."""
-        index = choose([work.waiting for work in self._waiting], list(self._under_way.values()))
+        index = choose([work.waiting for work in self._waiting], list(self._under_way.values()), self._room())
         return None if index is None else self._waiting.pop(index)
 
     def begin(self, job: Job, work: Work) -> None:

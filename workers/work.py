@@ -28,7 +28,10 @@ class RequestKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A taken record. `attempt` is set once a marker fenced it; `plan` by what its stream then told; `job` while it runs."""
+    """A taken record. `attempt` is set once a marker fenced it; `plan` by what its stream then told; `job` while it runs.
+
+    `large` says that it came from the object store, and counts among those that are held.
+    """
 
     held: Held
     record: ConsumerRecord[bytes, bytes]
@@ -38,6 +41,7 @@ class Work:
     attempt: Attempt | None = None
     plan: Plan | None = None
     job: Job | None = None
+    large: bool = False
 
     @property
     def key(self) -> RequestKey:
@@ -97,6 +101,7 @@ async def tell(producer: EventProducer, work: Work, event: Event) -> asyncio.Fut
         partition=asked.reply.partition,
         headers=child(work.headers),
         encoding=asked.reply.encoding,
+        owner=asked.tenant,
     )
 
 

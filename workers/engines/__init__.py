@@ -1,1 +1,1 @@
-"""The engines behind one small port (`port`): `vllm` serves language models, `scripted` serves tests and load."""
+"""The engines behind two small ports: `vllm` (language models) and `scripted` (tests and load) behind `port`, `onnx` behind `tensors`."""

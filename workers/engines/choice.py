@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from infra.artifacts import resolve_artifact
-from infra.models_file import ENGINES, SCRIPTED, VLLM
+from infra.models_file import ENGINES, ONNX, SCRIPTED, VLLM
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
 from schemas.reasons import Reason
 from text.tokenizer import BYTES_REF
 from workers.engines.port import Engine, EngineConfig
+from workers.engines.tensors import TensorEngine
 
 
 def resolved(version: ModelVersionRegistered, data_dir: Path) -> ModelVersionRegistered:
@@ -21,6 +22,8 @@ def resolved(version: ModelVersionRegistered, data_dir: Path) -> ModelVersionReg
     if version.engine == SCRIPTED:
         return version
     folder = str(resolve_artifact(version.artifact, data_dir))
+    if version.engine == ONNX and not version.tokenizer:
+        return replace(version, artifact=folder)
     tokenizer = version.tokenizer if version.tokenizer not in ("", version.artifact) else folder
     return replace(version, artifact=folder, tokenizer=tokenizer)
 
@@ -51,11 +54,21 @@ def make_engine(version: ModelVersionRegistered, slots: int) -> Engine:
         from workers.engines.vllm import VllmEngine
 
         return VllmEngine(config)
-    raise HeadraceError(
-        Reason.INVALID_REQUEST,
-        f"{version.model} {version.version} names the engine {version.engine!r}; there are {', '.join(ENGINES)}",
-        param="engine",
-    )
+    raise _unknown(version)
+
+
+def make_tensor_engine(version: ModelVersionRegistered) -> TensorEngine:
+    """The engine of a version that takes tensors, not yet started. Raises HeadraceError as `make_engine` does."""
+    if version.engine == ONNX:
+        from workers.engines.onnx import OnnxEngine
+
+        return OnnxEngine(config_of(version, version.slots), version.processor)
+    raise _unknown(version)
+
+
+def _unknown(version: ModelVersionRegistered) -> HeadraceError:
+    text = f"{version.model} {version.version} names the engine {version.engine!r}; there are {', '.join(ENGINES)}"
+    return HeadraceError(Reason.INVALID_REQUEST, text, param="engine")
 
 
 def tokenizer_ref(version: ModelVersionRegistered) -> str:

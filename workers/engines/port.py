@@ -17,10 +17,10 @@ from schemas.reasons import Reason
 
 
 class EngineError(HeadraceError):
-    """The engine failed on one request; others go on."""
+    """The engine failed on one request; others go on. What it couldn't begin before the deadline is `deadline_exceeded`."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(Reason.ENGINE_ERROR, message)
+    def __init__(self, message: str, reason: Reason = Reason.ENGINE_ERROR) -> None:
+        super().__init__(reason, message)
 
 
 class EngineDead(EngineError):
@@ -38,6 +38,8 @@ class EngineRequest:
         continued: how many of the last prompt tokens are the answer's own first tokens.
         cache_salt: keeps the prefix cache of one tenant apart from others'.
         priority: lower runs first, where an engine knows priorities.
+        shared: what names the whole answer that this belongs to, if equal requests that run at once may have one generation (see `shared`); an
+            engine itself passes over it.
     """
 
     key: str
@@ -46,6 +48,7 @@ class EngineRequest:
     continued: int = 0
     cache_salt: str = ""
     priority: int = 0
+    shared: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class VllmEngine:
         given: dict[str, Any] = {
             "enable_prefix_caching": True,
             "max_num_seqs": self._config.slots,
+            "scheduling_policy": "priority",  # a higher tier preempts a lower one when the KV cache is full
             **self._config.engine_args,
             "model": self._config.artifact,
             "max_model_len": self._config.context_length,
@@ -126,7 +127,7 @@ class VllmEngine:
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt_token_ids))
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
-        by_priority = self._config.engine_args.get("scheduling_policy") == "priority"
+        by_priority = self._config.engine_args.get("scheduling_policy", "priority") == "priority"
         first = True
         try:
             outputs = self._engine().generate(
