@@ -1,7 +1,7 @@
-"""The front door: OpenAI's API over HTTP, server-sent events and a WebSocket, with the log behind it.
+"""The front door: OpenAI's API over HTTP, server-sent events and a WebSocket, and the Open Inference Protocol, with the log behind it.
 
 Owns: callers' keys and bodies (`auth`, `body`, `wishes`), OpenAI's shapes (`openai_models`, `openai_chat`, `openai_completions`, `rendering`,
-`openapi`), the way of one call through the log (`calls`, `streams`), how its answer is written (`sse`, `websocket`, `errors`), and how a
+`openapi`), the Open Inference Protocol (`inference`), the way of one call through the log (`calls`, `streams`), how its answer is written (`sse`, `websocket`, `errors`), and how a
 caller comes back to it (`event_ids`, `resume`, `replay`, `readers`, `catching_up`, `followers`).
 
 Runs as one asyncio process: uvicorn's tasks, one a connection; one task that reads this bridge's partition of `tokens` and folds each

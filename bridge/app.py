@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.applications import Starlette
@@ -19,29 +20,49 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Receive
 
+from bridge.answer_headers import answer_headers
 from bridge.auth import Caller
-from bridge.body import parse_object, read_body
+from bridge.body import PARSED_AT_ONCE_BYTES, parse_object, parsed_beside, read_body
+from bridge.cached import AGE_HEADER, CACHE_HEADER, CONTROL_HEADER, with_control
 from bridge.calls import Call
 from bridge.door import FrontDoor
 from bridge.errors import REQUEST_ID_HEADER, error_response, stopping
-from bridge.limits import RATE_HEADERS, rate_headers
+from bridge.event_ids import Shape
+from bridge.idempotency import KEY_HEADER, REPLAYED_HEADER, read_key, replay_headers
+from bridge.inference.rest import inference_routes
+from bridge.limits import RATE_HEADERS
 from bridge.observe import Observer, refused
 from bridge.openai_chat import ChatCall
+from bridge.openai_classifications import ClassificationCall
 from bridge.openai_completions import CompletionCall
+from bridge.openai_embeddings import EmbeddingCall
 from bridge.openapi import docs_routes
 from bridge.rendering import Rendering
 from bridge.sse import SseResponse
+from bridge.tensor_calls import TensorRendering, body_param
 from bridge.websocket import Socket
 from bridge.wishes import CANCEL, CONTINUE, on_disconnect, wish
 from schemas.errors import HeadraceError
-from schemas.events import ModelVersionRegistered
+from schemas.events import InferenceRequested, ModelVersionRegistered
 from schemas.reasons import Reason
 
 TIMEOUT_HEADER = "X-Headrace-Timeout-Ms"
 DISCONNECT_HEADER = "X-Headrace-On-Disconnect"
 LAST_EVENT_HEADER = "Last-Event-ID"
 Ready = Callable[[], str | None]
-ParsedCall = ChatCall | CompletionCall
+
+
+class ParsedCall(Protocol):
+    """A body that was understood: its requests, whether its answer streams, and how the chunks look then."""
+
+    requests: list[InferenceRequested]
+    stream: bool
+
+    @property
+    def shape(self) -> Shape: ...
+
+
+P = TypeVar("P", bound=ParsedCall)
 
 
 def make_app(door: FrontDoor, not_ready: Ready) -> Starlette:
@@ -61,10 +82,13 @@ def make_app(door: FrontDoor, not_ready: Ready) -> Starlette:
     routes: list[BaseRoute] = [
         Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
-        Route("/v1/streams/{stream}", endpoints.resume, methods=["GET"]),
+        Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
+        Route("/v1/classifications", endpoints.classifications, methods=["POST"]),
+        Route("/v1/streams/{stream}", endpoints.stream, methods=["GET", "DELETE"]),
         Route("/v1/models", endpoints.list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", endpoints.get_model, methods=["GET"]),
         WebSocketRoute("/v1/stream", lambda websocket: Socket(door, websocket).serve()),
+        *inference_routes(door, not_ready),
         Route("/livez", livez, methods=["GET"]),
         Route("/readyz", readyz, methods=["GET"]),
         Route("/", home, methods=["GET"]),
@@ -77,7 +101,14 @@ def make_app(door: FrontDoor, not_ready: Ready) -> Starlette:
             allow_origins=door.settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS],
+            expose_headers=[
+                REQUEST_ID_HEADER,
+                REPLAYED_HEADER,
+                CACHE_HEADER,
+                AGE_HEADER,
+                "Retry-After",
+                *RATE_HEADERS,
+            ],
         )
         middleware.append(cors)
     handlers: dict[Any, Any] = {HeadraceError: _on_error, HTTPException: _on_http_exception, Exception: _on_crash}
@@ -117,6 +148,14 @@ class _Endpoints:
         """`POST /v1/completions`."""
         return await self._serve(request, CompletionCall)
 
+    async def embeddings(self, request: Request) -> Response:
+        """`POST /v1/embeddings`."""
+        return await self._infer(request, EmbeddingCall)
+
+    async def classifications(self, request: Request) -> Response:
+        """`POST /v1/classifications`."""
+        return await self._infer(request, ClassificationCall)
+
     async def list_models(self, request: Request) -> Response:
         """`GET /v1/models`."""
         self._door.auth.from_headers(request.headers)
@@ -133,18 +172,53 @@ class _Endpoints:
 
     async def _serve(self, request: Request, kind: type[ChatCall | CompletionCall]) -> Response:
         """One call, from its body to its answer."""
+        parse: Callable[[Mapping[str, Any], int | None], ChatCall | CompletionCall] = kind
+        parsed, call, serving = await self._open(request, parse)
+        return await (serving.stream if parsed.stream else serving.whole)(lambda: parsed.rendering(call))
+
+    async def _infer(self, request: Request, kind: type[EmbeddingCall | ClassificationCall]) -> Response:
+        """One call of a tensor model."""
+        parse: Callable[[Mapping[str, Any], int | None], EmbeddingCall | ClassificationCall]
+        parse = partial(kind, models=self._door.models)
+        parsed, call, serving = await self._open(request, parse)
+        serving.param = body_param
+        return await serving.whole(lambda: parsed.rendering(call))
+
+    async def _open(
+        self, request: Request, parse: Callable[[Mapping[str, Any], int | None], P]
+    ) -> tuple[P, Call, _Serving]:
+        """A call from its body into the log."""
         door = self._door
         arrived_s = asyncio.get_running_loop().time()
         caller = door.auth.from_headers(request.headers)
-        outlives = on_disconnect(request.headers.get(DISCONNECT_HEADER), DISCONNECT_HEADER) == CONTINUE
-        raw = await read_body(request, door.body_bytes_max)
-        parsed: ParsedCall = kind(parse_object(raw), _header_timeout_ms(request))
+        key = read_key(request.headers.get(KEY_HEADER), KEY_HEADER)
+        leaving = on_disconnect(request.headers.get(DISCONNECT_HEADER), DISCONNECT_HEADER, CONTINUE if key else CANCEL)
+        raw = await read_body(request, door.settings.body_bytes_max)
+        timeout_ms = _header_timeout_ms(request)
+        parsed = await parsed_beside(raw, lambda: parse(parse_object(raw), timeout_ms))
         streamed = parsed.shape if parsed.stream else None
+        control = ", ".join(request.headers.getlist(CONTROL_HEADER)) or None
         call = await door.open(
-            caller, parsed.requests, request.headers, arrived_s, streamed=streamed, outlives=outlives
+            caller,
+            with_control(parsed.requests, control, CONTROL_HEADER),
+            request.headers,
+            arrived_s,
+            streamed=streamed,
+            outlives=leaving == CONTINUE,
+            idempotency_key=key,
         )
-        serving = _Serving(door, caller, call, "sse" if parsed.stream else "http", request)
-        return await (serving.stream if parsed.stream else serving.whole)(lambda: parsed.rendering(call))
+        return parsed, call, _Serving(door, caller, call, "sse" if parsed.stream else "http", request)
+
+    async def stream(self, request: Request) -> Response:
+        """`/v1/streams/{request id}`."""
+        return await (self.cancel if request.method == "DELETE" else self.resume)(request)
+
+    async def cancel(self, request: Request) -> Response:
+        """`DELETE /v1/streams/{request id}`: stops a request, whoever waits for it. What has ended stays as it is."""
+        caller = self._door.auth.from_headers(request.headers)
+        asked = wish(request.path_params["stream"], dict(request.query_params), True)
+        await self._door.cancel(caller, asked.request_id)
+        return _json({"id": asked.request_id, "object": "stream", "status": "cancelling"}, status=202)
 
     async def resume(self, request: Request) -> Response:
         """`GET /v1/streams/{request id}`: a stream from after the event `Last-Event-ID`, or from its beginning."""
@@ -162,7 +236,7 @@ class _Endpoints:
 
 
 class _Serving:
-    """Writes a call's answer. A refusal is a status, streamed or not: headers wait for the verdict."""
+    """Writes a call's answer. A refusal is a status, streamed or not: headers wait for the verdict. `param` names a field as the caller does."""
 
     def __init__(self, door: FrontDoor, caller: Caller, call: Call, protocol: str, request: Request) -> None:
         self._door = door
@@ -170,6 +244,7 @@ class _Serving:
         self._call = call
         self._observer = Observer(call, protocol)
         self._finished = False
+        self.param: Callable[[str | None], str | None] = lambda param: param
         self._watch = asyncio.create_task(_leave_when_closed(request.receive, call), name="disconnect")
 
     def _finish(self) -> None:
@@ -195,24 +270,31 @@ class _Serving:
             )
         except HeadraceError as error:
             self._finish()
-            return error_response(error, self._call.request_id, self._call.rates)
+            return self._refusal(error)
         except asyncio.CancelledError:
             return self._cut()
         except BaseException:
             self._finish()
             raise
 
-    async def whole(self, rendering: Callable[[], Rendering]) -> Response:
+    async def whole(self, rendering: Callable[[], Rendering | TensorRendering]) -> Response:
         """At once, when it is there."""
         try:
-            body = await _collect(self._call, rendering())
+            content = await _collect(self._call, rendering())
         except HeadraceError as error:
-            return error_response(error, self._call.request_id, self._call.rates)
+            return self._refusal(error)
         except asyncio.CancelledError:
             return self._cut()
         finally:
             self._finish()
-        return _json(body, {REQUEST_ID_HEADER: self._call.request_id, **rate_headers(self._call.rates)})
+        call = self._call
+        return Response(content, headers=answer_headers(call), media_type="application/json")
+
+    def _refusal(self, error: HeadraceError) -> Response:
+        error.param = self.param(error.param)
+        response = error_response(error, self._call.request_id, self._call.rates)
+        response.headers.update(replay_headers(self._call))
+        return response
 
     def _cut(self) -> Response:
         """The server gives up a call that has had no word yet, since it stops."""
@@ -221,7 +303,8 @@ class _Serving:
         return error_response(stopping(), self._call.request_id)
 
 
-async def _collect(call: Call, rendering: Rendering) -> dict[str, Any]:
+async def _collect(call: Call, rendering: Rendering | TensorRendering) -> bytes:
+    """The whole answer's body: made in a thread where it is large, so that others' streams go on."""
     done = False
     while not done:
         await call.wait()
@@ -230,7 +313,12 @@ async def _collect(call: Call, rendering: Rendering) -> dict[str, Any]:
             raise update.error
         rendering.collect(update)
         done = update.done
-    return rendering.whole()
+    outputs_bytes = sum(len(tensor.data) for leg in call.legs for tensor in leg.outputs)
+    return await asyncio.to_thread(_body, rendering) if outputs_bytes > PARSED_AT_ONCE_BYTES else _body(rendering)
+
+
+def _body(rendering: Rendering | TensorRendering) -> bytes:
+    return _dumped(rendering.whole())
 
 
 async def _leave_when_closed(receive: Receive, call: Call) -> None:
@@ -250,8 +338,12 @@ def _header_timeout_ms(request: Request) -> int | None:
     return int(value)
 
 
-def _json(body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(body), headers=headers, media_type="application/json")
+def _json(body: dict[str, Any], headers: dict[str, str] | None = None, status: int = 200) -> Response:
+    return Response(_dumped(body), status, headers=headers, media_type="application/json")
+
+
+def _dumped(body: dict[str, Any]) -> bytes:
+    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _model_object(version: ModelVersionRegistered) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -15,6 +16,9 @@ from schemas.reasons import Reason
 
 BODY_READ_MAX_S = 60.0
 """How long a caller may take to send its body."""
+PARSED_AT_ONCE_BYTES = 256 * 1024
+
+T = TypeVar("T")
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
@@ -38,6 +42,11 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
     except ClientDisconnect:
         raise HeadraceError(Reason.CANCELLED, "the caller left before its body was sent") from None
     return b"".join(chunks)
+
+
+async def parsed_beside(raw: bytes | str, parse: Callable[[], T]) -> T:
+    """What `parse` makes of a body: in a thread if the body is large, so that others' streams go on."""
+    return parse() if len(raw) <= PARSED_AT_ONCE_BYTES else await asyncio.to_thread(parse)
 
 
 def _too_large(bytes_max: int) -> HeadraceError:

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from bridge.cached import told
 from bridge.errors import rejection
+from bridge.event_ids import Shape
 from bridge.limits import least
 from decisions.stream import COMPLETED, NEW, Closed, Input, StreamState, fold
 from schemas.errors import HeadraceError
@@ -23,12 +25,14 @@ from schemas.events import (
     InferenceRejected,
     Rates,
     Reply,
+    Tensor,
     TokenLogprob,
     TokensGenerated,
     Usage,
 )
 from schemas.ids import request_id
 from schemas.reasons import Reason, lookup
+from schemas.topics import INTERACTIVE
 
 HEADERS_WAIT_S = 2.0
 """How long after generation started the HTTP status waits for a first token, so that an engine's error is a status too."""
@@ -87,6 +91,9 @@ class Leg:
         partition, offset: where its last record is; none at or before it is folded again.
         chars, text_offsets: for each choice, the characters of its text, and those of all its tokens with log-probabilities.
         rates: what its tenant had left of its limits when it was let in.
+        joined: it was asked before, and this is the id of the first, whose stream it reads.
+        cached_ms: what its start told of the response cache, as `cached.told` reads it.
+        outputs: of a tensor model, once it has ended.
     """
 
     call: Call
@@ -96,10 +103,13 @@ class Leg:
     served: Served | None = None
     usage: Usage | None = None
     rates: Rates | None = None
+    cached_ms: int | None = None
     partition: int = 0
     offset: int = -1
     chars: list[int] = field(default_factory=list)
     text_offsets: list[int] = field(default_factory=list)
+    joined: bool = False
+    outputs: tuple[Tensor, ...] = ()
 
     @property
     def ended(self) -> bool:
@@ -114,10 +124,14 @@ class Call:
     Attributes:
         sending: its connection is in the middle of a write, so that what comes is merged.
         name: gives the id of the place where a leg stands; None if this call's events have no ids.
+        shape: how the chunks look whose ids `name` gives.
         outlives: its requests go on when its caller leaves.
+        keyed: its caller asks again under the same key if it hears nothing.
         resumed: it takes up what another call began.
         opened: its caller has had the opening of the stream.
         reply: where its records come if not to this bridge's own partition.
+        tier: by which topic its requests go.
+        tenant: who asked; "" if this bridge didn't put its requests into the log.
         on_release: frees what feeds it.
     """
 
@@ -126,10 +140,14 @@ class Call:
     legs: list[Leg] = field(default_factory=list)
     sending: bool = False
     name: Callable[[Leg], str] | None = None
+    shape: Shape | None = None
     outlives: bool = False
+    keyed: bool = False
     resumed: bool = False
     opened: bool = False
     reply: Reply | None = None
+    tier: str = INTERACTIVE
+    tenant: str = ""
     on_slow: Callable[[], None] | None = None
     on_release: Callable[[], None] | None = None
     error: HeadraceError | None = None
@@ -162,6 +180,11 @@ class Call:
             sum(usage.completion_tokens for usage in used),
             sum(usage.cached_tokens for usage in used),
         )
+
+    @property
+    def replayed(self) -> bool:
+        """Whether it shows what was made for an earlier request with its key."""
+        return any(leg.joined for leg in self.legs)
 
     @property
     def rates(self) -> Rates | None:
@@ -201,7 +224,7 @@ class Call:
             if closed.outcome == COMPLETED and isinstance(event, InferenceCompleted):
                 self._complete(leg, event)
             else:
-                self.fail(self._rejection(event) if isinstance(event, InferenceRejected) else _failure(closed))
+                self.fail(self._rejection(leg, event) if isinstance(event, InferenceRejected) else _failure(closed))
         self._wake()
 
     def begun(self) -> None:
@@ -209,11 +232,13 @@ class Call:
         self._started_s = self._started_s or asyncio.get_running_loop().time()
         self._wake()
 
-    def _rejection(self, event: InferenceRejected) -> HeadraceError:
-        return rejection(replace(event, rates=None) if self.resumed else event)
+    def _rejection(self, leg: Leg, event: InferenceRejected) -> HeadraceError:
+        return rejection(replace(event, rates=None) if self.resumed or leg.joined else event)
 
     def _start(self, leg: Leg, event: GenerationStarted) -> None:
-        leg.rates = leg.rates or event.rates
+        if not leg.joined:
+            leg.rates = leg.rates or event.rates
+            leg.cached_ms = told(event) if leg.cached_ms is None else leg.cached_ms
         leg.served = leg.served or Served(event.model, event.version, event.tier)
         if not leg.chars:
             leg.chars, leg.text_offsets = [0] * len(leg.state.accepted), [0] * len(leg.state.accepted)
@@ -232,13 +257,17 @@ class Call:
         delta.text += event.text
         delta.tokens += len(event.token_ids)
         leg.chars[event.choice] += len(event.text)
+        had_bytes = self._pending_bytes
         self._pending_bytes += len(event.text.encode())
         if event.logprobs is not None:
             delta.logprobs = [] if delta.logprobs is None else delta.logprobs
             delta.logprobs.extend(event.logprobs)
             leg.text_offsets[event.choice] += sum(len(shown(item.text)) for item in event.logprobs)
             self._pending_bytes += LOGPROB_BYTES * sum(1 + len(item.top) for item in event.logprobs)
-        if self.sending and self._pending_bytes > self.pending_bytes_max:
+        added_bytes = self._pending_bytes - had_bytes
+        if added_bytes > self.pending_bytes_max:
+            added_bytes = 0  # larger than all that may wait: that is not its reader's fault
+        if self.sending and had_bytes + added_bytes > self.pending_bytes_max:
             self.fail_slow()
 
     def _complete(self, leg: Leg, event: InferenceCompleted) -> None:
@@ -246,6 +275,7 @@ class Call:
             delta = self._delta(leg, end.choice)
             delta.text += end.text
             delta.end = end
+        leg.outputs = event.outputs
         self.complete(leg, event.usage)
 
     def complete(self, leg: Leg, usage: Usage) -> None:
@@ -320,13 +350,13 @@ class Call:
     async def verdict(self) -> None:
         """Wait until the answer can begin: its first tokens, its end, or a while after its start. Raises what it failed with.
 
-        Of a resumed one what came before the failure is shown first.
+        Of a resumed or replayed one what came before the failure is shown first.
         """
         while not (self._deltas or self.done):
             end_s = None if self._started_s is None else self._started_s + HEADERS_WAIT_S
             if not await self._woken(end_s):
                 break
-        if self.error is not None and not (self.resumed and self._deltas):
+        if self.error is not None and not ((self.resumed or self.replayed) and self._deltas):
             raise self.error
 
     def _place(self) -> str | None:

@@ -20,17 +20,20 @@ from bridge.calls import Leg
 from bridge.errors import unreachable
 from bridge.readers import Gone, Readers
 from bridge.replay import poll, span
-from bridge.streams import RECORDS_A_TURN, Dispatcher, peek_request_id, read_input
+from bridge.streams import RECORDS_A_TURN, Dispatcher, fetched, peek_request_id, read_input
 from decisions.stream import Input
 from infra.log import EventDecoder
 from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError
+from schemas.events import PayloadStored
 from schemas.reasons import Reason
 
 SCANS_MAX = 16
 """Partitions that are scanned, or asked for their ends, at once; others wait their turn."""
 ROOM_WAIT_S = 0.5
-"""How long one pass waits, in all, for callers that haven't taken what they got. Then they leave it, and join a later one."""
+"""How long one pass waits, in all, for callers that haven't taken what they got, and for the object store. Then they leave it, and join a later one."""
+FETCHES_MAX = 16
+"""Events that are fetched from the object store at once; one at a time for each stream."""
 SHORT_WAIT_S = 5.0
 """How long a log that ends before a place that was read once may take to be whole: a broker that starts anew shows all of it after a while."""
 SHORT_POLL_S = 0.2
@@ -54,6 +57,8 @@ class CatchingUp:
         self._scans: dict[TopicPartition, _Scan] = {}
         self._spans: dict[TopicPartition, asyncio.Task[tuple[int, int] | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._fetches = asyncio.Semaphore(FETCHES_MAX)
+        self._fetching: set[asyncio.Task[Input | None]] = set()
 
     async def check(self, partition: TopicPartition, offset: int) -> None:
         """Whether a partition can be read from an offset on. Raises Gone; HeadraceError (not_found) if the log doesn't reach so far."""
@@ -89,7 +94,7 @@ class CatchingUp:
 
         Ends with the call, whose deadline bounds it; a partition that can't be read fails it.
         """
-        self._put(_Catching(leg, offset, follower))
+        self._put(_Catching(leg, offset, follower, self))
 
     def _put(self, catching: _Catching) -> None:
         if catching.settled(catching.offset):
@@ -116,17 +121,36 @@ class CatchingUp:
         task.add_done_callback(self._tasks.discard)
 
     def rejoin(self, catching: _Catching) -> None:
-        """It joins again from its own place, once its caller has taken most of what it has."""
+        """It joins again from its own place, once its caller has taken most of what it has, and what it waits for is fetched."""
 
         async def wait() -> None:
             await catching.leg.call.room()
+            if catching.fetching is not None:
+                await asyncio.wait({catching.fetching[1]})
             self._put(catching)
 
         self._spawn(wait(), "wait for room")
 
+    def fetch(self, reference: PayloadStored, catching: _Catching, offset: int) -> asyncio.Task[Input | None]:
+        """Begins to get an event out of the object store; a fault that isn't the event's own fails the call."""
+
+        async def get() -> Input | None:
+            try:
+                async with self._fetches:
+                    return await fetched(self.decoder, reference, catching.follower.partition, offset)
+            except Exception as error:  # whatever it was, no caller must wait for ever
+                _log.warning("an event can't be fetched", request_id=reference.request_id, error=repr(error))
+                catching.leg.call.fail(unreachable())
+                return None
+
+        task = asyncio.create_task(get(), name="fetch")
+        self._fetching.add(task)
+        task.add_done_callback(self._fetching.discard)
+        return task
+
     async def stop(self) -> None:
         """Read no more."""
-        tasks = [*self._tasks, *self._spans.values()]
+        tasks: list[asyncio.Task[Any]] = [*self._tasks, *self._spans.values(), *self._fetching]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -135,12 +159,20 @@ class CatchingUp:
 
 @dataclass(slots=True, eq=False)
 class _Catching:
-    """A leg on its way. `offset` is where it joined; `held` are records that its call has no room for yet, by their offsets."""
+    """A leg on its way.
+
+    Attributes:
+        offset: where it joined.
+        held: what its call has no room for yet, or what is still to be fetched first, by offsets.
+        fetching: the offset of what is fetched for it, and the task that does.
+    """
 
     leg: Leg
     offset: int
     follower: Dispatcher
-    held: deque[tuple[int, Input]] = field(default_factory=deque)
+    owner: CatchingUp
+    held: deque[tuple[int, Input | PayloadStored]] = field(default_factory=deque)
+    fetching: tuple[int, asyncio.Task[Input | None]] | None = None
 
     def settled(self, position: int) -> bool:
         """Whether it needs no more when all before `position` has been read. Nothing is missed in between: this is one step of the loop."""
@@ -154,10 +186,10 @@ class _Catching:
         self.follower.register(self.leg)
         return True
 
-    def feed(self, event: Input, offset: int) -> None:
-        """What there is no room for is held."""
+    def feed(self, event: Input | PayloadStored, offset: int) -> None:
+        """What there is no room for is held, and so is what must be fetched, and all that comes after it."""
         call = self.leg.call
-        if self.held or not call.has_room:
+        if self.held or isinstance(event, PayloadStored) or not call.has_room:
             self.held.append((offset, event))
         else:
             call.feed(self.leg, event, self.follower.partition.partition, offset)
@@ -167,8 +199,19 @@ class _Catching:
         call = self.leg.call
         while self.held:
             await call.room()
-            offset, event = self.held.popleft()
-            call.feed(self.leg, event, self.follower.partition.partition, offset)
+            offset, event = self.held[0]
+            found = await self._whole(event, offset) if isinstance(event, PayloadStored) else event
+            self.held.popleft()
+            if found is not None:
+                call.feed(self.leg, found, self.follower.partition.partition, offset)
+
+    async def _whole(self, reference: PayloadStored, offset: int) -> Input | None:
+        """Fetched once, however often this is cut off."""
+        if self.fetching is None or self.fetching[0] != offset:
+            self.fetching = offset, self.owner.fetch(reference, self, offset)
+        found = await asyncio.shield(self.fetching[1])
+        self.fetching = None
+        return found
 
 
 class _Scan:

@@ -9,18 +9,22 @@ from dataclasses import dataclass, field
 import structlog
 
 from bridge.auth import Authenticator, Caller
+from bridge.body import PARSED_AT_ONCE_BYTES
 from bridge.calls import Call, Leg
-from bridge.errors import caller_param, stopping, unreachable
+from bridge.errors import caller_param, stopping, store_away, unreachable
 from bridge.event_ids import Shape
-from bridge.resume import Resumed, Resumes, Wish
+from bridge.idempotency import with_key
+from bridge.resume import Place, Resumed, Resumes, Wish
 from bridge.streams import Dispatcher
 from decisions.validation import problem
 from infra.directory import ModelDirectory
 from infra.log import EventProducer, NoSuchPartition, NotDelivered
+from infra.objects import StoreAway
 from infra.settings import BridgeSettings
 from infra.tracing import child
 from schemas.errors import HeadraceError
 from schemas.events import InferenceCancelled, InferenceRequested, Reply
+from schemas.payloads import may_be_large
 from schemas.reasons import Reason
 from schemas.topics import GRANT_HEADER, INTERACTIVE, TRACEPARENT_HEADER, TRACESTATE_HEADER, requests_topic
 
@@ -34,7 +38,6 @@ End = Callable[[HeadraceError], None]
 """Ends what a caller has open, with the reason."""
 
 _log = structlog.get_logger(__name__)
-_TOPIC = requests_topic(INTERACTIVE)
 
 
 @dataclass(eq=False)
@@ -51,11 +54,6 @@ class FrontDoor:
     _cancels: set[asyncio.Task[None]] = field(default_factory=set)
     _served: dict[Caller, set[End]] = field(default_factory=dict)
 
-    @property
-    def body_bytes_max(self) -> int:
-        """The largest body taken: what travels inside a record, as there is no object store to put more in."""
-        return min(self.settings.body_bytes_max, self.settings.inline_bytes_max)
-
     async def open(
         self,
         caller: Caller,
@@ -65,20 +63,31 @@ class FrontDoor:
         *,
         streamed: Shape | None = None,
         outlives: bool = False,
+        idempotency_key: str = "",
+        tier: str = INTERACTIVE,
+        inputs_checked: bool = False,
     ) -> Call:
         """Put a call's requests, one a prompt, into the log and wait for their answers; `close` the call whatever happens.
 
-        `streamed` is how the chunks of a streamed call look: its events get ids, unless it has several requests.
+        `streamed` is how the chunks of a streamed call look: its events get ids, unless it has several requests. What was asked before
+        under the same `idempotency_key` is answered by that one's streams. The caller's key must allow the `tier`.
+        `inputs_checked` says that `input_problem` found nothing wrong with the requests' tensors.
         Raises HeadraceError before anything reaches the log: invalid_request, payload_too_large, invalid_api_key, overloaded,
         unavailable.
         """
         self.auth.require(caller)
         for request in requests:
-            self._check(request)
+            if not inputs_checked and sum(len(tensor.data) for tensor in request.inputs or ()) > PARSED_AT_ONCE_BYTES:
+                await asyncio.to_thread(self._check, request, inputs_checked)
+            else:
+                self._check(request, inputs_checked)
         self._let_in(len(requests))
-        call = Call(self.settings.reader_pending_bytes_max, arrived_s, outlives=outlives)
+        requests = with_key(requests, idempotency_key)
+        call = Call(self.settings.reader_pending_bytes_max, arrived_s, outlives=outlives, keyed=bool(idempotency_key))
+        call.tier, call.tenant = tier, caller.tenant
         self.serve(caller, call.fail)
         if streamed is not None and len(requests) == 1:
+            call.shape = streamed
             call.name = self.resumes.namer(streamed, caller.tenant, self.auth.reply)
         choice = 0
         for request in requests:
@@ -86,7 +95,8 @@ class FrontDoor:
             choice += request.sampling.n
         timeout_ms = max(self._timeout_ms(request) for request in requests)
         try:
-            await self._produce(call, caller, requests, http_headers, min(PRODUCE_WAIT_S, timeout_ms / 1000))
+            stored = await self._stored(requests, caller, timeout_ms / 1000)
+            await self._produce(call, caller, requests, stored, http_headers, min(PRODUCE_WAIT_S, timeout_ms / 1000))
         except BaseException:
             self.close(call, caller)
             raise
@@ -104,9 +114,44 @@ class FrontDoor:
         self.serve(caller, resumed.call.fail)
         return resumed
 
+    async def cancel(self, caller: Caller, request_id: str) -> None:
+        """Stop a request of the caller's tenant, whoever waits for it; one that has ended stays as it is. Of a repeat, the first is stopped.
+
+        Raises HeadraceError: not_found if the tenant has no such request; permission_denied if the key may not use its tier; invalid_api_key,
+        unavailable.
+        """
+        self.auth.require(caller)
+        if self.draining:
+            raise stopping()
+        place = self._open_place(caller, request_id) or await self.resumes.place(caller.tenant, request_id)
+        if place is None:
+            return
+        if place.tier not in caller.tiers:
+            raise HeadraceError(Reason.PERMISSION_DENIED, f"the API key may not make {place.tier} calls")
+        try:
+            async with asyncio.timeout(PRODUCE_WAIT_S):
+                await self._put_cancel(place.request_id, requests_topic(place.tier), place.reply, caller)
+        except (TimeoutError, NotDelivered, NoSuchPartition) as error:
+            _log.warning("a cancel was not taken by the log", request_id=request_id, error=repr(error))
+            raise unreachable() from None
+
+    def _open_place(self, caller: Caller, request_id: str) -> Place | None:
+        """A request that this bridge itself has open: it may still wait for its turn, and then `lifecycle` knows nothing of it."""
+        for leg in self.dispatcher.legs(request_id):
+            if leg.call.tenant == caller.tenant:
+                return Place(request_id, leg.call.tier, self.auth.reply)
+        return None
+
     def serve(self, caller: Caller, end: End) -> None:
-        """Something is open for a caller now: `end` is called should its key be revoked, unless `served` comes first."""
+        """Something is open for a caller now: `end` is called should its key be revoked, unless `served` comes first.
+
+        That is at once for a key that was revoked while this was being opened, which nobody was told of.
+        """
         self._served.setdefault(caller, set()).add(end)
+        try:
+            self.auth.require(caller)
+        except HeadraceError as error:
+            end(error)
 
     def served(self, caller: Caller, end: End) -> None:
         """What was open is closed."""
@@ -135,17 +180,30 @@ class FrontDoor:
         if len(self.dispatcher) + len(self.resumes) + requests > self.settings.open_requests_max:
             raise HeadraceError(Reason.OVERLOADED, "this front door holds all the calls it can", retry_after_ms=1000)
 
-    def _check(self, request: InferenceRequested) -> None:
-        found = problem(request, self.settings.inline_bytes_max)
+    def _check(self, request: InferenceRequested, inputs_checked: bool) -> None:
+        found = problem(request, self.settings.body_bytes_max, inputs_checked=inputs_checked)
         if found is not None:
             reason = Reason.PAYLOAD_TOO_LARGE if found.too_large else Reason.INVALID_REQUEST
             raise HeadraceError(reason, found.message, param=caller_param(found.param))
+
+    async def _stored(self, requests: Sequence[InferenceRequested], caller: Caller, wait_s: float) -> dict[str, bytes]:
+        """By their ids, the records of large requests. What is too large for a record goes to the object store now."""
+        large = [request for request in requests if may_be_large(request)]
+        try:
+            async with asyncio.timeout(wait_s):
+                return {
+                    request.request_id: await self.producer.encoded(request, owner=caller.tenant) for request in large
+                }
+        except (TimeoutError, StoreAway) as error:
+            _log.warning("a request was not taken by the object store", error=repr(error))
+            raise store_away() from None
 
     async def _produce(
         self,
         call: Call,
         caller: Caller,
         requests: Sequence[InferenceRequested],
+        stored: Mapping[str, bytes],
         http_headers: Mapping[str, str],
         wait_s: float,
     ) -> None:
@@ -155,6 +213,7 @@ class FrontDoor:
             if (value := http_headers.get(name))
         ]
         headers = [(GRANT_HEADER, self.auth.grant(caller)), *child(trace)]
+        topic = requests_topic(call.tier)
         loop = asyncio.get_running_loop()
         pending = len(requests)
         too_late = loop.call_later(wait_s, call.fail, unreachable())
@@ -173,7 +232,11 @@ class FrontDoor:
         try:
             async with asyncio.timeout(wait_s):
                 for request in requests:
-                    future = await self.producer.send(_TOPIC, request, key=caller.tenant, headers=headers)
+                    if (record := stored.get(request.request_id)) is not None:
+                        key = caller.tenant.encode()
+                        future = await self.producer.send_raw(topic, record, key, headers=headers)
+                    else:
+                        future = await self.producer.send(topic, request, key=caller.tenant, headers=headers)
                     future.add_done_callback(confirmed)
         except (TimeoutError, NotDelivered, NoSuchPartition) as error:
             _log.warning("a request was not taken by the log", error=repr(error))
@@ -197,7 +260,7 @@ class FrontDoor:
         call.release()
         for leg in call.legs:
             self.dispatcher.unregister(leg)
-            if cancels and not leg.ended:
+            if cancels and not (leg.ended or leg.joined):
                 self._cancel(leg, call.reply, caller)
 
     def _cancels_what_is_left(self, call: Call) -> bool:
@@ -205,23 +268,31 @@ class FrontDoor:
             return not (call.outlives or (self.draining and call.name is not None))
         if call.error.reason in (Reason.CANCELLED, Reason.SLOW_READER):  # its caller left
             return not call.outlives
+        if (
+            call.keyed and call.error.reason is Reason.UNAVAILABLE
+        ):  # its caller comes again for what the log may have taken
+            return False
         return not call.resumed
 
     def _cancel(self, leg: Leg, reply: Reply | None, caller: Caller) -> None:
         if len(self._cancels) >= CANCELS_MAX:
             _log.error("a cancel was dropped: too many are under way", request_id=leg.request_id)
             return
-        task = asyncio.create_task(self._send_cancel(leg.request_id, reply, caller), name="cancel")
+        topic = requests_topic(leg.call.tier)
+        task = asyncio.create_task(self._send_cancel(leg.request_id, topic, reply, caller), name="cancel")
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
 
-    async def _send_cancel(self, cancelled_id: str, reply: Reply | None, caller: Caller) -> None:
-        headers = [(GRANT_HEADER, self.auth.grant(caller, reply))]
-        event = InferenceCancelled(cancelled_id, caller.tenant)
+    async def _send_cancel(self, cancelled_id: str, topic: str, reply: Reply | None, caller: Caller) -> None:
         try:
-            await self.producer.send_and_wait(_TOPIC, event, key=caller.tenant, headers=headers)
+            await self._put_cancel(cancelled_id, topic, reply, caller)
         except Exception as error:  # whatever the client raises, nobody waits for it
             _log.warning("a cancel was not taken by the log", request_id=cancelled_id, error=repr(error))
+
+    async def _put_cancel(self, cancelled_id: str, topic: str, reply: Reply | None, caller: Caller) -> None:
+        headers = [(GRANT_HEADER, self.auth.grant(caller, reply))]
+        event = InferenceCancelled(cancelled_id, caller.tenant)
+        await self.producer.send_and_wait(topic, event, key=caller.tenant, headers=headers)
 
     async def stop(self, timeout_s: float = PRODUCE_WAIT_S) -> None:
         """Wait for the cancels under way."""

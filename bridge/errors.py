@@ -42,7 +42,14 @@ def error_object(error: HeadraceError) -> dict[str, Any]:
 
 
 def error_response(error: HeadraceError, request_id: str | None = None, rates: Rates | None = None) -> Response:
-    """The error as an HTTP response: the reason's status, Retry-After in whole seconds when a wait is known to help.
+    """The error as an HTTP response: the reason's status, OpenAI's object."""
+    body = orjson.dumps(error_object(error))
+    headers = error_headers(error, request_id, rates)
+    return Response(body, error.reason.http_status, headers, media_type="application/json")
+
+
+def error_headers(error: HeadraceError, request_id: str | None = None, rates: Rates | None = None) -> dict[str, str]:
+    """What an error's response tells beside its body: Retry-After in whole seconds when a wait is known to help.
 
     `rates` are the limits told when the request was let in; a refusal tells its own.
     """
@@ -53,13 +60,17 @@ def error_response(error: HeadraceError, request_id: str | None = None, rates: R
         headers[REQUEST_ID_HEADER] = request_id
     if error.reason.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    body = orjson.dumps(error_object(error))
-    return Response(body, error.reason.http_status, headers, media_type="application/json")
+    return headers
 
 
 def unreachable() -> HeadraceError:
     """The log can't be reached."""
     return HeadraceError(Reason.UNAVAILABLE, Reason.UNAVAILABLE.text, retry_after_ms=1000)
+
+
+def store_away() -> HeadraceError:
+    """What is too large for the log alone can't be taken."""
+    return HeadraceError(Reason.UNAVAILABLE, "The object store can't be reached at present.", retry_after_ms=1000)
 
 
 def stopping() -> HeadraceError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -12,22 +13,28 @@ from bridge.app import make_app
 from bridge.auth import Authenticator
 from bridge.door import FrontDoor
 from bridge.event_ids import EventIds
+from bridge.joining import Joins
 from bridge.resume import Resumes
 from bridge.servers import make_server
 from bridge.streams import Dispatcher, reply_partition
 from infra import ports
 from infra.directory import ModelDirectory, TenantDirectory
 from infra.log import EventDecoder, EventProducer
+from infra.payloads import Payloads
 from infra.reach import until_reached
 from infra.settings import BridgeSettings
 from infra.settings import grant_secret as read_grant_secret
 from infra.telemetry import OpsServer
 from schemas.events import Reply
-from schemas.topics import ANSWERS, INTERACTIVE, LIFECYCLE, REGISTRY, SCHEMAS, TENANTS, TOKENS, requests_topic
+from schemas.topics import ANSWERS, BATCH, INTERACTIVE, LIFECYCLE, REGISTRY, SCHEMAS, TENANTS, TOKENS, requests_topic
+
+if TYPE_CHECKING:
+    from bridge.inference.grpc_server import GrpcServer
 
 PROCESS = "bridge"
 PURPOSE = "the front door"
-TOPICS = (requests_topic(INTERACTIVE), TENANTS, REGISTRY, SCHEMAS, TOKENS, LIFECYCLE, ANSWERS)
+GRPC_PURPOSE = "the front door's gRPC"
+TOPICS = (requests_topic(INTERACTIVE), requests_topic(BATCH), TENANTS, REGISTRY, SCHEMAS, TOKENS, LIFECYCLE, ANSWERS)
 DRAIN_MAX_S = 20.0
 """Less than what the process's frame grants for a stop."""
 WS_ENVELOPE_BYTES = 16 * 1024
@@ -65,6 +72,8 @@ async def run(settings: BridgeSettings, stop: asyncio.Event) -> None:
     async with AsyncExitStack() as stack:
         # Nobody may connect before somebody answers, but a port that is taken is told of at once.
         ports.require_free(settings.port, settings.host, PURPOSE)
+        if settings.grpc_port:
+            ports.require_free(settings.grpc_port, settings.host, GRPC_PURPOSE)
         ready = _Readiness()
         ops = OpsServer(settings.ops_port, ready)
         await ops.start()
@@ -77,7 +86,8 @@ async def run(settings: BridgeSettings, stop: asyncio.Event) -> None:
         stack.callback(listener.close)
         ready.serves(door, reading)
         drain_s = min(settings.drain_ms / 1000, DRAIN_MAX_S)
-        server = make_server(make_app(door, ready), door.body_bytes_max + WS_ENVELOPE_BYTES, drain_s)
+        server = make_server(make_app(door, ready), settings.body_bytes_max + WS_ENVELOPE_BYTES, drain_s)
+        calls = await _serve_grpc(settings, door, ready)
         revoking = asyncio.create_task(door.end_the_revoked(), name="revocations")
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         stopping = asyncio.create_task(stop.wait(), name="stop")
@@ -90,16 +100,32 @@ async def run(settings: BridgeSettings, stop: asyncio.Event) -> None:
             server.should_exit = True
             stopping.cancel()
             revoking.cancel()
+            ending = asyncio.ensure_future(calls.stop(drain_s)) if calls is not None else None
             with contextlib.suppress(asyncio.CancelledError):
                 await serving
+            if ending is not None:
+                await ending
             await door.stop()
         if reading.done():
             reading.result()
 
 
+async def _serve_grpc(settings: BridgeSettings, door: FrontDoor, ready: _Readiness) -> GrpcServer | None:
+    if not settings.grpc_port:
+        return None
+    from bridge.inference.grpc_server import GrpcServer
+
+    server = GrpcServer(door, ready)
+    port = await server.start(settings.host, settings.grpc_port)
+    _log.info("serving gRPC", host=settings.host, port=port)
+    return server
+
+
 async def _open_door(settings: BridgeSettings, stack: AsyncExitStack) -> tuple[FrontDoor, asyncio.Task[None]]:
     """Everything behind the endpoints, started; the stack ends it. The task reads tokens and ends only by an error."""
-    producer = EventProducer(settings.kafka, PROCESS)
+    payloads = Payloads.of(settings)
+    stack.push_async_callback(payloads.close)
+    producer = EventProducer(settings.kafka, PROCESS, payloads)
     await producer.start()
     stack.push_async_callback(producer.stop)
     tenants, models = TenantDirectory(settings.kafka), ModelDirectory(settings.kafka)
@@ -108,12 +134,13 @@ async def _open_door(settings: BridgeSettings, stack: AsyncExitStack) -> tuple[F
     await models.start()
     stack.push_async_callback(models.stop)
     partition = await reply_partition(settings.kafka, settings.instance)
-    decoder = EventDecoder(settings.kafka)
+    decoder = EventDecoder(settings.kafka, payloads)
     dispatcher = Dispatcher(settings.kafka, partition, decoder)
     reading = await dispatcher.start()
     stack.push_async_callback(dispatcher.stop)
     secret = settings.grant_secret or read_grant_secret(settings.data_dir)
     resumes = Resumes(settings, dispatcher, decoder, EventIds(secret))
+    Joins(dispatcher, resumes)
     stack.push_async_callback(resumes.stop)
     auth = Authenticator(tenants, secret, Reply(TOKENS, partition), settings.grant_ttl_ms)
     return FrontDoor(settings, auth, models, producer, dispatcher, resumes), reading

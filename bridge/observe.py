@@ -32,7 +32,7 @@ class Observer:
         now_s = asyncio.get_running_loop().time()
         if self._itl is None or self._last_s is None:
             labels = self._labels()
-            if not self._call.resumed:
+            if not (self._call.resumed or self._call.replayed):
                 metrics.TTFT_SECONDS.labels(*labels).observe(now_s - self._call.arrived_s)
             self._itl = metrics.ITL_SECONDS.labels(*labels)
         else:

@@ -151,6 +151,66 @@ class CompletionAnswer(_Head):
     usage: UsageAnswer | None = None
 
 
+class InputUsage(Answer):
+    """Tokens of the inputs; nothing is generated. 0 where the model reads no tokens."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingObject(Answer):
+    """One input's embedding: numbers, or little-endian 32-bit floats in base64. A number that isn't finite is null."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float | None] | str
+
+
+class ClassObject(Answer):
+    """A label and its score."""
+
+    label: str
+    score: float | None
+
+
+class ClassificationObject(ClassObject):
+    """One input's likeliest class, and as many as were asked for, best first."""
+
+    object: Literal["classification"]
+    index: int
+    classes: list[ClassObject]
+
+
+class _List(Answer):
+    """What the answers of small models begin with."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: InputUsage
+
+
+class EmbeddingAnswer(_List):
+    """The embeddings, in the order of the inputs."""
+
+    data: list[EmbeddingObject]
+
+
+class ClassificationAnswer(_List):
+    """The classes, in the order of the inputs."""
+
+    data: list[ClassificationObject]
+
+
+class CancelAnswer(Answer):
+    """A request that is being cancelled."""
+
+    id: str
+    object: Literal["stream"]
+    status: Literal["cancelling"]
+
+
 class ModelAnswer(Answer):
     """A model that is served."""
 

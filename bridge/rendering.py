@@ -31,7 +31,6 @@ class Rendering(ABC):
         self.choices = choices
         self.include_usage = shape.include_usage
         self._model = shape.model
-        self._created = unix_ms(call.request_id) // 1000
         self._collected = [Delta() for _ in range(choices)]
         self._chars = 0
 
@@ -40,7 +39,7 @@ class Rendering(ABC):
         return {
             "id": f"{self.id_prefix}-{self.call.request_id}",
             "object": kind,
-            "created": self._created,
+            "created": unix_ms(self.call.request_id) // 1000,
             "model": self._model,
             "system_fingerprint": None if served is None else served.version,
         }

@@ -14,7 +14,14 @@ from aiokafka.partitioner import DefaultPartitioner
 from infra.kafka import partitions_of
 from infra.log import EventDecoder
 from schemas.errors import HeadraceError, Undecodable
-from schemas.events import Event, InferenceAdmitted, InferenceAnswered, InferenceRejected
+from schemas.events import (
+    Event,
+    InferenceAdmitted,
+    InferenceAnswered,
+    InferenceJoined,
+    InferenceRejected,
+    PayloadStored,
+)
 from schemas.ids import unix_ms
 from schemas.reasons import Reason
 from schemas.topics import ANSWERS, HOUR_MS, LIFECYCLE, MINUTE_MS
@@ -41,20 +48,20 @@ _partition_of = DefaultPartitioner()
 
 async def verdict(
     consumer: AIOKafkaConsumer, decoder: EventDecoder, request_id: str, tenant: str
-) -> InferenceAdmitted | InferenceRejected | None:
+) -> InferenceAdmitted | InferenceJoined | InferenceRejected | None:
     """What admission decided of a tenant's request, or None if `lifecycle` knows of none. Raises HeadraceError (unavailable)."""
     young = abs(time.time() - unix_ms(request_id) / 1000) < YOUNG_S
-    search = _Search(LIFECYCLE, tenant, request_id, ADMITTED_WITHIN_MS, YOUNG_WAIT_S if young else 0.0)
-    kinds = (InferenceAdmitted, InferenceRejected)
+    search = _Search(LIFECYCLE, tenant, request_id, tenant, ADMITTED_WITHIN_MS, YOUNG_WAIT_S if young else 0.0)
+    kinds = (InferenceAdmitted, InferenceJoined, InferenceRejected)
     found = await _find(consumer, decoder, search, lambda event: isinstance(event, kinds) and event.tenant == tenant)
-    return cast(InferenceAdmitted | InferenceRejected | None, found)
+    return cast(InferenceAdmitted | InferenceJoined | InferenceRejected | None, found)
 
 
 async def answer(
     consumer: AIOKafkaConsumer, decoder: EventDecoder, request_id: str, tenant: str
 ) -> InferenceAnswered | None:
     """A tenant's whole answer, or None if `answers` has none. Raises HeadraceError (unavailable)."""
-    search = _Search(ANSWERS, request_id, request_id, ANSWERED_WITHIN_MS)
+    search = _Search(ANSWERS, request_id, request_id, tenant, ANSWERED_WITHIN_MS)
     found = await _find(
         consumer, decoder, search, lambda event: isinstance(event, InferenceAnswered) and event.tenant == tenant
     )
@@ -68,6 +75,7 @@ class _Search:
     topic: str
     key: str
     request_id: str
+    tenant: str
     within_ms: int
     wait_s: float = 0.0
 
@@ -92,7 +100,7 @@ async def _find(
         for record in await poll(consumer, partition):
             if record.timestamp > made_ms + search.within_ms:
                 return None
-            event = await _about(decoder, record, search.request_id)
+            event = await _about(decoder, record, search.request_id, search.tenant)
             if event is not None and wanted(event):
                 return event
     return None
@@ -105,15 +113,18 @@ async def _numbers(consumer: AIOKafkaConsumer, topic: str) -> list[int]:
     return await partitions_of(consumer, topic)
 
 
-async def _about(decoder: EventDecoder, record: ConsumerRecord, request_id: str) -> Event | None:
+async def _about(decoder: EventDecoder, record: ConsumerRecord, request_id: str, tenant: str) -> Event | None:
     """The record's event if it is about the request: both encodings hold its id as plain text, which spares decoding all others."""
     if not record.value or request_id.encode() not in record.value:
         return None
     try:
-        event = await decoder.decode(record.value)
+        event = await decoder.decode_record(record.value)
+        if not isinstance(event, PayloadStored):
+            return event if getattr(event, "request_id", None) == request_id else None
+        # Another tenant's isn't fetched.
+        return await decoder.decode(record.value) if (event.request_id, event.tenant) == (request_id, tenant) else None
     except Undecodable:
         return None
-    return event if getattr(event, "request_id", None) == request_id else None
 
 
 async def offset_at(consumer: AIOKafkaConsumer, partition: TopicPartition, from_ms: int) -> tuple[int, bool]:

@@ -31,7 +31,7 @@ from decisions.resume import rest
 from infra.log import EventDecoder
 from infra.settings import BridgeSettings
 from schemas.errors import HeadraceError
-from schemas.events import InferenceAnswered, InferenceRejected, Reply
+from schemas.events import InferenceAdmitted, InferenceAnswered, InferenceJoined, InferenceRejected, Reply
 from schemas.ids import unix_ms
 from schemas.reasons import Reason
 from schemas.topics import HOUR_MS, INTERACTIVE
@@ -56,6 +56,15 @@ class Wish:
     completions: bool = False
     include_usage: bool = False
     cancel_on_disconnect: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A request that goes on: its id, its tier, and where its stream is."""
+
+    request_id: str
+    tier: str
+    reply: Reply
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +166,10 @@ class Resumes:
             shape, place, offset = mark.shape, _place(mark.reply), mark.offset + 1
             await self._after(place, offset, tenant, leg, mark)
         if not call.done:
-            await self._follow(place, offset, leg, frees)
+            await self.follow(place, offset, leg, frees)
+            late = HeadraceError(Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text)
+            wait_s = max(FOLLOW_MIN_S, _left_s(leg.request_id))
+            call.timer = asyncio.get_running_loop().call_later(wait_s, call.fail, late)
         return Resumed(call, shape)
 
     async def _after(self, place: TopicPartition, offset: int, tenant: str, leg: Leg, mark: Mark) -> None:
@@ -177,43 +189,78 @@ class Resumes:
                 raise HeadraceError(Reason.NOT_FOUND, "the rest of this stream is no longer kept") from None
             self._show(leg, found, mark.shape, mark.reply)
 
+    async def place(self, tenant: str, request_id: str) -> Place | None:
+        """Where a tenant's request is; None if it has ended for certain. Of a repeat, the place of the first.
+
+        Raises HeadraceError: not_found, overloaded, unavailable.
+        """
+        try:
+            async with asyncio.timeout(OPEN_MAX_S):
+                found = await self._verdict(tenant, request_id)
+        except (TimeoutError, KafkaError, OSError) as error:
+            _log.warning("a request can't be looked up", request_id=request_id, error=repr(error))
+            raise unreachable() from None
+        if isinstance(found, InferenceRejected) or _left_s(request_id) <= 0:
+            return None
+        if isinstance(found, InferenceJoined):
+            return Place(found.first_request_id, found.tier, found.first_reply)
+        return Place(found.request_id, found.tier, found.reply)
+
+    async def _verdict(self, tenant: str, request_id: str) -> InferenceAdmitted | InferenceJoined | InferenceRejected:
+        async with self._readers.lend() as consumer:
+            found = await verdict(consumer, self._decoder, request_id, tenant)
+        if found is None:
+            raise HeadraceError(Reason.NOT_FOUND, "there is no such stream")
+        return found
+
     async def _from_start(self, tenant: str, wish: Wish, leg: Leg) -> tuple[Shape, TopicPartition, int]:
         """Stand at a request's beginning, which is returned: the shape, and the offset from which on its partition is read."""
-        async with self._readers.lend() as consumer:
-            admitted = await verdict(consumer, self._decoder, wish.request_id, tenant)
-            if admitted is None:
-                raise HeadraceError(Reason.NOT_FOUND, "there is no such stream")
-            if isinstance(admitted, InferenceRejected):
-                raise rejection(replace(admitted, rates=None))  # what was left then is old news
-            shape, reply = Shape(wish.completions, wish.include_usage, admitted.model), admitted.reply
-            leg.call.reply = reply
-            leg.call.name = self.namer(shape, tenant, reply)
-            place, from_ms = _place(reply), admitted.requested_ms - SKEW_MS
-            offset, whole = await offset_at(consumer, place, from_ms)
-            if not whole:
-                found = await answer(consumer, self._decoder, wish.request_id, tenant)
-                if found is not None:
-                    self._show(leg, found, shape, reply)
-                elif _left_s(wish.request_id) <= 0:
-                    raise HeadraceError(Reason.NOT_FOUND, "this stream is no longer kept")
+        found = await self._verdict(tenant, wish.request_id)
+        if isinstance(found, InferenceRejected):
+            raise rejection(replace(found, rates=None))  # what was left then is old news
+        if isinstance(found, InferenceJoined):
+            leg.request_id, reply, asked_ms = found.first_request_id, found.first_reply, found.first_requested_ms
+        else:
+            reply, asked_ms = found.reply, found.requested_ms
+        shape = Shape(wish.completions, wish.include_usage, found.model)
+        leg.call.reply = reply
+        place, offset = await self.at_start(leg, tenant, reply, asked_ms, shape)
         return shape, place, offset
 
-    def _show(self, leg: Leg, found: InferenceAnswered, shape: Shape, reply: Reply) -> None:
+    async def at_start(
+        self, leg: Leg, tenant: str, reply: Reply, asked_ms: int, shape: Shape | None
+    ) -> tuple[TopicPartition, int]:
+        """Stand at the beginning of a stream that was asked for then: its partition, and the offset from which on that is read.
+
+        What `tokens` no longer holds whole is fed from its answer. Without a shape its events get no ids. Raises HeadraceError
+        (not_found, unavailable), KafkaError.
+        """
+        if shape is not None:
+            leg.call.name = self.namer(shape, tenant, reply)
+        place = _place(reply)
+        async with self._readers.lend() as consumer:
+            offset, whole = await offset_at(consumer, place, asked_ms - SKEW_MS)
+            if not whole:
+                found = await answer(consumer, self._decoder, leg.request_id, tenant)
+                if found is not None:
+                    self._show(leg, found, shape, reply)
+                elif _left_s(leg.request_id) <= 0:
+                    raise HeadraceError(Reason.NOT_FOUND, "this stream is no longer kept")
+        return place, offset
+
+    def _show(self, leg: Leg, found: InferenceAnswered, shape: Shape | None, reply: Reply) -> None:
         """Feed a leg the rest of a whole answer. Its offsets are nobody's: whoever comes back is answered from the answer again."""
         call = leg.call
-        call.name = self.namer(shape, found.tenant, reply, answered=True)
+        if shape is not None:
+            call.name = self.namer(shape, found.tenant, reply, answered=True)
         for offset, event in enumerate(rest(found, leg.state, tuple(leg.chars)), leg.offset + 1):
             call.feed(leg, event, reply.partition, offset)
 
-    async def _follow(self, place: TopicPartition, offset: int, leg: Leg, frees: ExitStack) -> None:
-        """Read on from an offset until the call is released."""
-        call = leg.call
+    async def follow(self, place: TopicPartition, offset: int, leg: Leg, frees: ExitStack) -> None:
+        """Read on from an offset until `frees` is closed. Raises HeadraceError (overloaded), KafkaError."""
         follower = await self._followers.acquire(place)
         frees.callback(self._followers.release, follower)
         frees.callback(follower.unregister, leg)
-        late = HeadraceError(Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text)
-        loop = asyncio.get_running_loop()
-        call.timer = loop.call_later(max(FOLLOW_MIN_S, _left_s(leg.request_id)), call.fail, late)
         self.catching_up.join(leg, offset, follower)
 
 

@@ -15,9 +15,9 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from bridge.answer_headers import answer_headers
 from bridge.calls import Call, Update
-from bridge.errors import REQUEST_ID_HEADER, error_object
-from bridge.limits import rate_headers
+from bridge.errors import error_object
 from bridge.rendering import Rendering
 from bridge.servers import abort
 from infra import metrics
@@ -86,8 +86,7 @@ class SseResponse(Response):
             headers={
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",
-                REQUEST_ID_HEADER: call.request_id,
-                **rate_headers(call.rates),
+                **answer_headers(call),
             },
             media_type="text/event-stream",
         )

@@ -7,12 +7,15 @@ The caller sends JSON objects:
   perhaps with `format` and `include_usage`;
 - `{"type": "cancel", "id": …}`.
 
-A request, or a resume, may say what becomes of it if the socket closes: `"on_disconnect": "cancel" | "continue"`.
+A request, or a resume, may say what becomes of it if the socket closes: `"on_disconnect": "cancel" | "continue"`. A request may have an
+`idempotency_key`, by which it is known when it is asked again; then it goes on unless it says otherwise. It may say what it wants of the response
+cache, in the words of HTTP's header: `"cache_control": "no-cache"`.
 
 It gets `{"type": "ready"}` once it is known; then, for each request, `started` (with `request_id`), `chunk` (`data` is OpenAI's chunk;
 `event_id` is that of a server-sent event) and either `done` or `error`, which is the request's last. An error with `id` null is about a
 message that could not be taken, and ends nothing. What HTTP tells in headers stands in `started` and `error`: `rate_limits` where a limit
-holds, and `retry_after_ms` where a wait is known to help.
+holds, `retry_after_ms` where a wait is known to help, `replayed` (true) where the request was asked before, and `cache` (`outcome`, `age_ms`)
+where the response cache plays a part.
 """
 
 from __future__ import annotations
@@ -29,9 +32,11 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from bridge.auth import Caller
 from bridge.body import parse_object
+from bridge.cached import CONTROL_FIELD, cache_object, with_control
 from bridge.calls import Call, Update
 from bridge.door import FrontDoor
 from bridge.errors import error_object, error_response, rates_of
+from bridge.idempotency import KEY_FIELD, read_key
 from bridge.limits import rate_object
 from bridge.observe import Observer, refused
 from bridge.openai_chat import ChatCall
@@ -52,7 +57,7 @@ ON_DISCONNECT = "on_disconnect"
 
 ENDPOINTS: dict[str, type[ChatCall | CompletionCall]] = {"chat.completions": ChatCall, "completions": CompletionCall}
 _FIELDS = {
-    "request": {"type", "id", "endpoint", "body", ON_DISCONNECT},
+    "request": {"type", "id", "endpoint", "body", KEY_FIELD, CONTROL_FIELD, ON_DISCONNECT},
     "resume": {"type", "id", "request_id", "last_event_id", "format", "include_usage", ON_DISCONNECT},
     "cancel": {"type", "id"},
 }
@@ -251,9 +256,15 @@ class Socket:
             resumed = await self._door.resume(caller, wish(stream, given, cancel), arrived_s)
             return resumed.call, resumed.rendering
         parsed = _parse(message)
-        outlives = on_disconnect(leaving, ON_DISCONNECT) == CONTINUE
+        key = read_key(message.get(KEY_FIELD), KEY_FIELD)
         call = await self._door.open(
-            caller, parsed.requests, self._socket.headers, arrived_s, streamed=parsed.shape, outlives=outlives
+            caller,
+            with_control(parsed.requests, message.get(CONTROL_FIELD), CONTROL_FIELD),
+            self._socket.headers,
+            arrived_s,
+            streamed=parsed.shape,
+            outlives=on_disconnect(leaving, ON_DISCONNECT, CONTINUE if key else CANCEL) == CONTINUE,
+            idempotency_key=key,
         )
         return call, lambda: parsed.rendering(call)
 
@@ -262,7 +273,10 @@ class Socket:
     ) -> None:
         await call.verdict()
         rendering = render()
-        started = {"type": "started", "id": request.id, "request_id": call.request_id, **rate_object(call.rates)}
+        told = rate_object(call.rates) | cache_object(call.legs)
+        started = {"type": "started", "id": request.id, "request_id": call.request_id, **told}
+        if call.replayed:
+            started["replayed"] = True
         await self._send(started, call)
         for chunk in () if call.opened else rendering.opening():
             await self._send({"type": "chunk", "id": request.id, "data": chunk}, call)

@@ -40,10 +40,10 @@ def wish(stream: str, given: Mapping[str, Any], cancel_on_disconnect: bool) -> W
     return Wish(request_id, last_event_id or None, completions, include_usage, cancel_on_disconnect)
 
 
-def on_disconnect(value: object, param: str) -> str:
-    """`cancel` or `continue`; nothing is the former. Raises HeadraceError (invalid_request)."""
+def on_disconnect(value: object, param: str, default: str = CANCEL) -> str:
+    """`cancel` or `continue`; nothing is the default. Raises HeadraceError (invalid_request)."""
     if value is None:
-        return CANCEL
+        return default
     if value not in (CANCEL, CONTINUE):
         raise HeadraceError(Reason.INVALID_REQUEST, f"{param} must be {CANCEL} or {CONTINUE}", param=param)
     return str(value)

@@ -1,0 +1,394 @@
+"""`inference.GRPCInferenceService`: the protocol over gRPC, with Triton's `RepositoryIndex` and `ModelStreamInfer`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+from urllib.parse import quote
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf.message import DecodeError
+
+from bridge.auth import Caller
+from bridge.body import BODY_READ_MAX_S, PARSED_AT_ONCE_BYTES, parsed_beside
+from bridge.door import FrontDoor
+from bridge.errors import REQUEST_ID_HEADER, stopping
+from bridge.inference import models
+from bridge.inference.asking import BYTES_MAX, Ask
+from bridge.inference.grpc_requests import read_message, write_message
+from bridge.inference.messages import SERVICE, ModelInferRequest, ModelStreamInferResponse, message
+from bridge.inference.parameters import read_wishes
+from bridge.inference.serving import Serving, begin
+from bridge.limits import rate_headers
+from bridge.observe import refused
+from infra import metrics, ports
+from schemas.errors import HeadraceError
+from schemas.reasons import Reason
+
+PURPOSE = "gRPC"
+FINAL_RESPONSE = "triton_enable_empty_final_response"
+"""Asks that a stream's end be told; it always is, by `triton_final_response` of the last part."""
+ENVELOPE_BYTES = 1024 * 1024
+"""What an answer's message may have around its tensors."""
+ERROR_CHARS_MAX, ERROR_BYTES_MAX = 1_000, 6_000
+"""Of an error's text in the trailers; clients take 8 KiB of them."""
+IDLE_MAX_S = 600.0
+"""A stream on which nothing is asked and nothing is answered for so long is ended."""
+LOOK_S = 0.5
+"""How often an idle stream looks whether the front door stops."""
+END_GRACE_S = 2.0
+"""How long the requests of a stream that must end may take to tell their own ends."""
+
+Context = Any  # grpc.aio.ServicerContext, generic in what its stubs don't agree on
+Handler = Callable[[Any, Context], Awaitable[Any]]
+
+_log = structlog.get_logger(__name__)
+
+
+class GrpcServer:
+    """Listens from `start` until `stop`."""
+
+    def __init__(self, door: FrontDoor, not_ready: Callable[[], str | None]) -> None:
+        """`not_ready` gives the reason why no calls should come, or None."""
+        settings = door.settings
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", settings.body_bytes_max),
+                ("grpc.max_send_message_length", BYTES_MAX + ENVELOPE_BYTES),
+            ),
+            maximum_concurrent_rpcs=settings.open_requests_max,
+        )
+        self._server.add_generic_rpc_handlers((_handlers(_Service(door, not_ready)),))
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port, which is any free one for 0. Raises PortInUse."""
+        ports.require_free(port, host, PURPOSE)
+        try:
+            bound = int(self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"))
+        except RuntimeError as error:
+            raise HeadraceError(Reason.CONFLICT, f"can't listen for gRPC on {host}:{port}: {error}") from None
+        await self._server.start()
+        return bound
+
+    async def stop(self, drain_s: float) -> None:
+        """Take no more calls, and let those under way end for at most `drain_s`."""
+        await self._server.stop(drain_s)
+
+
+def _handlers(service: _Service) -> grpc.GenericRpcHandler:
+    free: dict[str, Handler] = {"ServerLive": service.server_live, "ServerReady": service.server_ready}
+    keyed: dict[str, Handler] = {
+        "ServerMetadata": service.server_metadata,
+        "ModelReady": service.model_ready,
+        "ModelMetadata": service.model_metadata,
+        "ModelInfer": service.model_infer,
+        "RepositoryIndex": service.repository_index,
+    }
+    # A unary call is a stream of one message to the server, so that nothing of it is read for who has no key.
+    found: dict[str, Any] = {
+        name: grpc.stream_unary_rpc_method_handler(
+            _answering(_unary(handler, message(f"{name}Request"), None if name in free else service.require)),
+            response_serializer=message(f"{name}Response").SerializeToString,
+        )
+        for name, handler in {**free, **keyed}.items()
+    }
+    found["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
+        _answering(service.model_stream_infer), response_serializer=ModelStreamInferResponse.SerializeToString
+    )
+    return grpc.method_handlers_generic_handler(SERVICE, found)
+
+
+def _unary(handler: Handler, kind: Any, require: Callable[[Context], object] | None) -> Handler:
+    """Reads the one message of a call, once `require` has let its caller in."""
+
+    async def answer(requests: AsyncIterator[bytes], context: Context) -> Any:
+        if require is not None:
+            require(context)
+        reading = _reading(requests)
+        done, _ = await asyncio.wait({reading}, timeout=BODY_READ_MAX_S)
+        if not done:
+            raise HeadraceError(Reason.INVALID_REQUEST, f"the message wasn't sent within {BODY_READ_MAX_S:g} s")
+        raw = reading.result()
+        if raw is None:
+            raise HeadraceError(Reason.INVALID_REQUEST, "the call has no message")
+        return await handler(await _parsed(kind, raw), context)
+
+    return answer
+
+
+def _reading(requests: AsyncIterator[bytes]) -> asyncio.Task[bytes | None]:
+    """The next message; None at the end. It is never cancelled, for gRPC's core writes to its memory: it ends with the call."""
+
+    async def read() -> bytes | None:
+        return await anext(requests, None)
+
+    task = asyncio.create_task(read(), name="grpc-read")
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return task
+
+
+async def _parsed(kind: Any, raw: bytes) -> Any:
+    try:
+        return await parsed_beside(raw, lambda: kind.FromString(raw))
+    except DecodeError:
+        raise HeadraceError(Reason.INVALID_REQUEST, f"the message is no {kind.DESCRIPTOR.name}") from None
+
+
+def _answering(handler: Handler) -> Handler:
+    """Whatever is raised becomes a status."""
+
+    async def answer(request: Any, context: Context) -> Any:
+        try:
+            return await handler(request, context)
+        except HeadraceError as error:
+            await _abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            _log.exception("an inference call failed")
+            await _abort(context, HeadraceError(Reason.INTERNAL_ERROR, Reason.INTERNAL_ERROR.text))
+
+    return answer
+
+
+async def _abort(context: Context, error: HeadraceError) -> None:
+    refused(error.reason.value)
+    told = [("headrace-reason", error.reason.value)]
+    if error.retry_after_ms is not None:
+        told.append(("retry-after", str(max(1, math.ceil(error.retry_after_ms / 1000)))))
+    try:
+        async with asyncio.timeout(END_GRACE_S):
+            await context.abort(grpc.StatusCode[error.reason.grpc_code], _details(error.message), tuple(told))
+    except TimeoutError:  # it is on its way, behind what the caller hasn't read yet
+        raise grpc.aio.AbortError from None
+
+
+def _details(text: str) -> str:
+    """As much of an error's text as a trailer takes: on the wire a character has up to 12 bytes."""
+    text = text[:ERROR_CHARS_MAX]
+    return text if len(quote(text)) <= ERROR_BYTES_MAX else text[: ERROR_BYTES_MAX // 12]
+
+
+class _Service:
+    """What the service's methods do."""
+
+    def __init__(self, door: FrontDoor, not_ready: Callable[[], str | None]) -> None:
+        self._door = door
+        self._not_ready = not_ready
+
+    def require(self, context: Context) -> None:
+        """Raises HeadraceError: invalid_api_key, permission_denied."""
+        self._caller(context)
+
+    async def server_live(self, _request: Any, _context: Context) -> Any:
+        return message("ServerLiveResponse")(live=True)
+
+    async def server_ready(self, _request: Any, _context: Context) -> Any:
+        return message("ServerReadyResponse")(ready=self._not_ready() is None)
+
+    async def server_metadata(self, _request: Any, context: Context) -> Any:
+        self._caller(context)
+        return message("ServerMetadataResponse")(**models.server_metadata())
+
+    async def model_ready(self, request: Any, context: Context) -> Any:
+        self._caller(context)
+        models.find(self._door.models, request.name, request.version)
+        return message("ModelReadyResponse")(ready=self._not_ready() is None)
+
+    async def model_metadata(self, request: Any, context: Context) -> Any:
+        self._caller(context)
+        found = models.find(self._door.models, request.name, request.version)
+        return message("ModelMetadataResponse")(**models.model_metadata(found))
+
+    async def repository_index(self, _request: Any, context: Context) -> Any:
+        self._caller(context)
+        return message("RepositoryIndexResponse")(models=models.repository_index(self._door.models))
+
+    async def model_infer(self, request: Any, context: Context) -> Any:
+        caller = self._caller(context)
+        ask, serving = await self._begin(caller, request, context)
+        try:
+            answer = await serving.whole()
+            context.set_trailing_metadata(self._told(serving))
+            return await _written(ask, answer, stream=False)
+        finally:
+            serving.close()
+
+    async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Context) -> None:
+        """Several requests at once, each answered in one or more parts; one that fails leaves the others alone."""
+        caller = self._caller(context)
+        stream = _Stream(context, self._door.settings.reader_stall_ms / 1000)
+        self._door.serve(caller, stream.end)
+        error: HeadraceError | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks: set[asyncio.Task[None]] = set()
+                try:
+                    await self._take(requests, caller, context, stream, group, tasks)
+                except HeadraceError as found:
+                    error = found
+                    if tasks:  # what is under way hears of it by itself
+                        await asyncio.wait(tasks, timeout=END_GRACE_S)
+                    for task in tasks:
+                        task.cancel()
+        except asyncio.CancelledError:
+            if stream.slow is None:
+                raise
+            error = stream.slow
+        finally:
+            self._door.served(caller, stream.end)
+        if error is not None:
+            raise error
+
+    async def _take(
+        self,
+        requests: AsyncIterator[bytes],
+        caller: Caller,
+        context: Context,
+        stream: _Stream,
+        group: asyncio.TaskGroup,
+        tasks: set[asyncio.Task[None]],
+    ) -> None:
+        """Begins each request that comes. Raises HeadraceError when the stream must end: its key is revoked, or nothing is to be done on it."""
+        room = asyncio.Semaphore(self._door.settings.socket_requests_max)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            room.release()
+
+        while True:
+            await room.acquire()
+            raw = await self._next(requests, stream, tasks)
+            if raw is None:
+                return
+            request = await _parsed(ModelInferRequest, raw)
+            task = group.create_task(self._serve(caller, request, context, stream), name="stream-infer")
+            tasks.add(task)
+            task.add_done_callback(ended)
+
+    async def _next(
+        self, requests: AsyncIterator[bytes], stream: _Stream, tasks: set[asyncio.Task[None]]
+    ) -> bytes | None:
+        reading = _reading(requests)
+        loop = asyncio.get_running_loop()
+        busy_s = loop.time()
+        while not reading.done():
+            watched: set[asyncio.Future[Any]] = {reading, stream.ended}
+            await asyncio.wait(watched, timeout=min(LOOK_S, IDLE_MAX_S), return_when=asyncio.FIRST_COMPLETED)
+            if stream.ended.done():
+                raise stream.ended.result()
+            if tasks:
+                busy_s = loop.time()
+            elif self._door.draining:
+                raise stopping()
+            elif loop.time() - busy_s >= IDLE_MAX_S and not reading.done():
+                raise HeadraceError(Reason.UNAVAILABLE, f"nothing came on this stream for {IDLE_MAX_S:g} s")
+        return reading.result()
+
+    async def _serve(self, caller: Caller, request: Any, context: Context, stream: _Stream) -> None:
+        serving: Serving | None = None
+        try:
+            ask, serving = await self._begin(caller, request, context, parts=True)
+            serving.call.on_slow = stream.cut
+            async for answer in serving.parts():
+                response = ModelStreamInferResponse(infer_response=await _written(ask, answer, stream=True))
+                await stream.write(response, serving)
+        except HeadraceError as error:
+            if serving is None:
+                refused(error.reason.value)
+            await stream.fail(request.id, error)
+        except TimeoutError:
+            if serving is not None:
+                serving.call.fail_slow()
+            stream.cut()
+        except Exception:
+            _log.exception("an inference call failed")
+            await stream.fail(request.id, HeadraceError(Reason.INTERNAL_ERROR, Reason.INTERNAL_ERROR.text))
+        finally:
+            if serving is not None:
+                serving.call.on_slow = None
+                serving.close()
+
+    async def _begin(
+        self, caller: Caller, request: Any, context: Context, *, parts: bool = False
+    ) -> tuple[Ask, Serving]:
+        arrived_s = asyncio.get_running_loop().time()
+        large = request.ByteSize() > PARSED_AT_ONCE_BYTES
+        ask = await asyncio.to_thread(read_message, request) if large else read_message(request)
+        headers = _headers(context)
+        given = {name: value for name, value in ask.parameters.items() if name != FINAL_RESPONSE}
+        wishes = read_wishes(caller, given, headers, context.time_remaining())
+        keyed = bool(wishes.idempotency_key)
+        serving = await begin(
+            self._door, caller, ask, wishes, headers, arrived_s, protocol="grpc", outlives=keyed, parts=parts
+        )
+        return ask, serving
+
+    def _caller(self, context: Context) -> Caller:
+        return self._door.auth.from_headers(_headers(context))
+
+    def _told(self, serving: Serving) -> tuple[tuple[str, str], ...]:
+        told = {REQUEST_ID_HEADER: serving.call.request_id, **rate_headers(serving.call.rates)}
+        return tuple((name.lower(), value) for name, value in told.items())
+
+
+class _Stream:
+    """Writes one stream's messages, one after the other, and doesn't wait without end for who doesn't read."""
+
+    def __init__(self, context: Context, stall_s: float) -> None:
+        self._context = context
+        self._stall_s = stall_s
+        self._turn = asyncio.Lock()
+        self._serving = asyncio.current_task()
+        self.ended: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
+        self.slow: HeadraceError | None = None
+
+    def end(self, error: HeadraceError) -> None:
+        """The caller's key is revoked."""
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+    async def write(self, response: Any, serving: Serving | None = None) -> None:
+        """Raises TimeoutError."""
+        if serving is not None:
+            serving.call.sending = True
+        try:
+            async with self._turn, asyncio.timeout(self._stall_s):
+                await self._context.write(response)
+        finally:
+            if serving is not None:
+                serving.call.sending = False
+
+    async def fail(self, name: str, error: HeadraceError) -> None:
+        """One request fails."""
+        response = ModelStreamInferResponse(error_message=error.message)
+        response.infer_response.id = name
+        try:
+            await self.write(response)
+        except TimeoutError:
+            self.cut()
+
+    def cut(self) -> None:
+        """The reader is too slow: the stream ends, and says why to one that comes back."""
+        if self.slow is not None:
+            return
+        self.slow = HeadraceError(Reason.SLOW_READER, Reason.SLOW_READER.text)
+        metrics.STREAM_SLOW_READER.labels("grpc").inc()
+        if self._serving is not None:
+            self._serving.cancel()
+
+
+async def _written(ask: Ask, answer: Any, *, stream: bool) -> Any:
+    large = sum(len(tensor.data) for tensor in answer.outputs) > PARSED_AT_ONCE_BYTES
+    if large:
+        return await asyncio.to_thread(write_message, ask, answer, stream=stream)
+    return write_message(ask, answer, stream=stream)
+
+
+def _headers(context: Context) -> dict[str, str]:
+    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}

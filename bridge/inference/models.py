@@ -1,0 +1,91 @@
+"""What is served, as the protocol tells it. A language model looks as Triton's vLLM backend shows one: text in, text out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infra.directory import ModelDirectory
+from schemas.errors import HeadraceError
+from schemas.events import ModelVersionRegistered
+from schemas.parts import TensorSpec
+from schemas.reasons import Reason
+from schemas.tensors import ANY, BYTES
+
+SERVER = "headrace"
+VERSION = "0.1.0"
+EXTENSIONS = ("binary_tensor_data", "model_repository", "parameters", "schedule_policy", "generate")
+READY = "READY"
+
+TEXT_INPUT, STREAM, SAMPLING_PARAMETERS, EXCLUDE_INPUT = (
+    "text_input",
+    "stream",
+    "sampling_parameters",
+    "exclude_input_in_output",
+)
+TEXT_OUTPUT, FINISH_REASON = "text_output", "finish_reason"
+TEXT_INPUTS = (
+    TensorSpec(TEXT_INPUT, BYTES, (1,)),
+    TensorSpec(STREAM, "BOOL", (1,)),
+    TensorSpec(SAMPLING_PARAMETERS, BYTES, (1,)),
+    TensorSpec(EXCLUDE_INPUT, "BOOL", (1,)),
+)
+TEXT_OUTPUTS = (TensorSpec(TEXT_OUTPUT, BYTES, (ANY,)), TensorSpec(FINISH_REASON, BYTES, (ANY,)))
+_PLATFORMS = {"onnx": "onnx_onnxv1"}
+
+
+def find(models: ModelDirectory, name: str, version: str = "") -> ModelVersionRegistered:
+    """The version that serves a model's name. Raises HeadraceError (model_not_found), also for another version than that."""
+    found = models.resolve(name)
+    if found is None:
+        raise HeadraceError(Reason.MODEL_NOT_FOUND, f"no model {name!r} is deployed", param="model")
+    if version not in ("", found.version):
+        text = f"the model {name!r} has no version {version!r} that can be asked; {found.version!r} is served"
+        raise HeadraceError(Reason.MODEL_NOT_FOUND, text, param="version")
+    return found
+
+
+def takes_tensors(version: ModelVersionRegistered) -> bool:
+    """Whether it is a tensor model; else it is a language model."""
+    return bool(version.inputs)
+
+
+def inputs_of(version: ModelVersionRegistered) -> tuple[TensorSpec, ...]:
+    """What it takes."""
+    return version.inputs or TEXT_INPUTS
+
+
+def outputs_of(version: ModelVersionRegistered) -> tuple[TensorSpec, ...]:
+    """What it gives."""
+    return version.outputs if version.inputs else TEXT_OUTPUTS
+
+
+def platform_of(version: ModelVersionRegistered) -> str:
+    """The protocol's name of the engine, where it has one."""
+    return _PLATFORMS.get(version.engine, version.engine)
+
+
+def server_metadata() -> dict[str, Any]:
+    """`GET /v2`."""
+    return {"name": SERVER, "version": VERSION, "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(version: ModelVersionRegistered) -> dict[str, Any]:
+    """`GET /v2/models/{model}`."""
+    return {
+        "name": version.model,
+        "versions": [version.version],
+        "platform": platform_of(version),
+        "inputs": [_spec(spec) for spec in inputs_of(version)],
+        "outputs": [_spec(spec) for spec in outputs_of(version)],
+    }
+
+
+def repository_index(models: ModelDirectory) -> list[dict[str, str]]:
+    """`POST /v2/repository/index`: every model's served version."""
+    return [
+        {"name": version.model, "version": version.version, "state": READY, "reason": ""} for version in models.all()
+    ]
+
+
+def _spec(spec: TensorSpec) -> dict[str, Any]:
+    return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}
