@@ -23,7 +23,8 @@ from schemas.topics import (
 )
 
 TOOL = "kafka-acls.sh"
-ALL_REQUESTS, ALL_WORK, ALL_TENANT_TOKENS, ALL_LEDGERS, ALL = "requests.*", "work.*", "tokens.*", "ledger.*", "*"
+ALL_REQUESTS, ALL_WORK, ALL_TENANT_TOKENS, ALL = "requests.*", "work.*", "tokens.*", "*"
+ALL_LEDGERS, ALL_KEYS = "ledger.*", "idempotency.*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,25 @@ ROLES = (
         "bridge",
         "the front door",
         (TOKENS, ALL_TENANT_TOKENS, TENANTS, REGISTRY, SCHEMAS, LIFECYCLE, ANSWERS),
-        (requests_topic(INTERACTIVE), SCHEMAS),
+        (requests_topic(INTERACTIVE), requests_topic(BATCH), SCHEMAS),
     ),
     Role(
         "admission",
         "judges requests",
-        (ALL_REQUESTS, TENANTS, REGISTRY, WORKERS, SCHEMAS, LIFECYCLE, ALL_LEDGERS),
-        (ALL_REQUESTS, ALL_WORK, TOKENS, ALL_TENANT_TOKENS, LIFECYCLE, ALL_LEDGERS, CONTROL, DEAD_LETTERS, SCHEMAS),
-        ("admission.*",),
+        (ALL_REQUESTS, TENANTS, REGISTRY, WORKERS, SCHEMAS, LIFECYCLE, ALL_LEDGERS, ALL_KEYS, ANSWERS),
+        (
+            ALL_REQUESTS,
+            ALL_WORK,
+            TOKENS,
+            ALL_TENANT_TOKENS,
+            LIFECYCLE,
+            ALL_LEDGERS,
+            ALL_KEYS,
+            CONTROL,
+            DEAD_LETTERS,
+            SCHEMAS,
+        ),
+        ("admission.*", "cache"),
     ),
     Role(
         "endings",
@@ -74,7 +86,7 @@ ROLES = (
     Role(
         "worker",
         "serves models",
-        (ALL_WORK, TOKENS, ALL_TENANT_TOKENS, CONTROL, REGISTRY, SCHEMAS),
+        (ALL_WORK, TOKENS, ALL_TENANT_TOKENS, CONTROL, TENANTS, REGISTRY, SCHEMAS),
         (TOKENS, ALL_TENANT_TOKENS, WORKERS, DEAD_LETTERS, SCHEMAS),
         ("work.*",),
         creates=(ALL_WORK,),

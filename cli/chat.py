@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import click
 
-from cli.context import console, default_key, front_door_url, print_json
+from cli.context import console, print_json
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason, lookup
 
@@ -23,6 +24,8 @@ SILENCE_MAX_S = 120.0
 """The front door sends a keep-alive far more often than this."""
 HISTORY_MAX = 64
 DONE = "[DONE]"
+TEXT_INPUT = "text_input"
+"""What a language model takes by the Open Inference Protocol; others take tensors, or texts by another name."""
 
 
 @dataclass(slots=True)
@@ -108,14 +111,26 @@ def make_client(url: str, key: str) -> httpx.Client:
 
 
 def first_model(client: httpx.Client) -> str:
-    """The first model that is served. Raises HeadraceError (model_not_found) if there is none."""
+    """The first model that talks. Raises HeadraceError (model_not_found) if none that is served does."""
     response = client.get("/v1/models")
     if response.status_code != 200:
         raise refusal(response)
     served = response.json()["data"]
     if not served:
         raise HeadraceError(Reason.MODEL_NOT_FOUND, "no model is served yet: `headrace models list`")
-    return str(served[0]["id"])
+    found = next((str(model["id"]) for model in served if _talks(client, str(model["id"]))), None)
+    if found is None:
+        text = "no model that talks is served; `headrace embed` and `headrace classify` ask the others"
+        raise HeadraceError(Reason.MODEL_NOT_FOUND, text)
+    return found
+
+
+def _talks(client: httpx.Client, model: str) -> bool:
+    """Whether a model takes a text and goes on with it."""
+    response = client.get(f"/v2/models/{quote(model, safe='')}")
+    if response.status_code != 200:
+        raise refusal(response)
+    return any(taken["name"] == TEXT_INPUT for taken in response.json()["inputs"])
 
 
 @click.command()
@@ -137,37 +152,21 @@ def chat(
     key: str | None,
     as_json: bool,
 ) -> None:
-    """Talk to MODEL (default: the first one that is served)."""
-    import httpx
+    """Talk to MODEL (default: the first that talks)."""
+    from cli.front_door import front_door
 
     if as_json and not message:
         raise click.UsageError("--json needs --message")
-    given_key = key or default_key()
-    if not given_key:
-        raise HeadraceError(
-            Reason.INVALID_API_KEY,
-            "there is no API key: give --key or HEADRACE_API_KEY (`headrace tenants create NAME` makes one)",
-        )
-    if not given_key.isascii():
-        raise HeadraceError(Reason.INVALID_API_KEY, "an API key has letters, digits, - and _ only")
-    address = (url or front_door_url()).rstrip("/")
     body: dict[str, Any] = {"temperature": temperature}
     if max_tokens is not None:
         body["max_tokens"] = max_tokens
     opening = [{"role": "system", "content": system}] if system else []
-    with make_client(address, given_key) as client:
-        try:
-            body["model"] = model or first_model(client)
-            if message:
-                once(client, body, [*opening, {"role": "user", "content": message}], as_json)
-            else:
-                converse(client, body, opening)
-        except httpx.TransportError as error:
-            reached = isinstance(error, httpx.ReadTimeout | httpx.RemoteProtocolError | httpx.ReadError)
-            what = "broke off" if reached else "can't be reached"
-            raise HeadraceError(
-                Reason.UNAVAILABLE, f"the front door at {address} {what}: {str(error) or type(error).__name__}"
-            ) from error
+    with front_door(url, key) as client:
+        body["model"] = model or first_model(client)
+        if message:
+            once(client, body, [*opening, {"role": "user", "content": message}], as_json)
+        else:
+            converse(client, body, opening)
 
 
 def once(client: httpx.Client, body: dict[str, Any], messages: list[dict[str, str]], as_json: bool) -> None:

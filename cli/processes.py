@@ -36,13 +36,14 @@ def serve(process: str, run: Callable[..., Any], *arguments: object) -> None:
 @click.command()
 @click.option("--host", help="Listen on this address.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Listen on this port (default 8000).")
+@click.option("--grpc-port", type=click.IntRange(0, 65535), help="Serve gRPC on this port (default 0: not at all).")
 @OPS_PORT
-def bridge(host: str | None, port: int | None, ops_port: int | None) -> None:
-    """Run a front door: OpenAI's API over HTTP and SSE, and a WebSocket."""
+def bridge(host: str | None, port: int | None, grpc_port: int | None, ops_port: int | None) -> None:
+    """Run a front door: OpenAI's API over HTTP and SSE, a WebSocket, and the Open Inference Protocol over HTTP and gRPC."""
     from bridge.main import run
     from infra.settings import BridgeSettings
 
-    serve("bridge", run, settings_of(BridgeSettings, host=host, port=port, ops_port=ops_port))
+    serve("bridge", run, settings_of(BridgeSettings, host=host, port=port, grpc_port=grpc_port, ops_port=ops_port))
 
 
 @click.group()
@@ -77,7 +78,7 @@ def endings(ops_port: int | None) -> None:
 @streams.command()
 @OPS_PORT
 def lifecycle(ops_port: int | None) -> None:
-    """Keep deadlines and time limits, whatever the workers do."""
+    """Keep deadlines and time limits, whatever the workers do, and remove old payloads."""
     from infra.settings import LifecycleSettings
     from streams.deadlines import run
 

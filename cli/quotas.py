@@ -19,7 +19,8 @@ from cli.registry import (
     read_states,
     write_tenant,
 )
-from decisions.quota import EACH, KINDS, LIMIT_MAX, check_quotas, in_force
+from decisions.capacity import PERCENT_MAX, can_guarantee, reserved_percent
+from decisions.quota import EACH, KINDS, LIMIT_MAX, check_quotas, in_force, only_reserves
 from schemas.errors import HeadraceError
 from schemas.events import Quota, TenantChanged
 from schemas.reasons import Reason
@@ -66,6 +67,12 @@ def named(name: str | None, default: bool) -> str:
 @click.option("--key", "key_id", default="", metavar="ID", help="Count one key alone; '*': each key alone.")
 @click.option("--model", default="", help="Count one model alone; '*': each model alone.")
 @_limits
+@click.option(
+    "--reserved-percent",
+    type=click.IntRange(1, PERCENT_MAX),
+    metavar="N",
+    help="Keep N percent of the slots of --model for the tenant: no limit, but what it can count on.",
+)
 @click.option("--unlimited", is_flag=True, help="No limit at all: the default quotas don't hold either.")
 @click.option("--remove", is_flag=True, help="Take the quota away.")
 @JSON
@@ -75,6 +82,7 @@ def set_quota(
     tier: str,
     key_id: str,
     model: str,
+    reserved_percent: int | None,
     unlimited: bool,
     remove: bool,
     as_json: bool,
@@ -86,10 +94,12 @@ def set_quota(
     generate at most is reserved until it ends.
     """
     tenant = named(name, default)
-    limited = any(limit is not None for limit in limits.values())
+    limited = any(limit is not None for limit in (*limits.values(), reserved_percent))
     if limited + unlimited + remove != 1:
-        raise click.UsageError("Give at least one limit, or --unlimited, or --remove.")
-    quota = Quota(tier, key_id, model, **limits)
+        raise click.UsageError("Give at least one limit, or --reserved-percent, or --unlimited, or --remove.")
+    if default and reserved_percent is not None:
+        raise click.UsageError("Slots are reserved for one tenant: name it.")
+    quota = Quota(tier, key_id, model, **limits, reserved_percent=reserved_percent)
     told = run_async(_set(kafka_settings(), tenant, quota, remove))
     for warning in told.warnings:
         console(stderr=True).print(warning, markup=False)
@@ -115,6 +125,7 @@ async def _set(settings: KafkaSettings, name: str, quota: Quota, remove: bool) -
         check_quotas([quota])
         check_quotas(others)
         _check_key(before, quota.key_id)
+        _check_reserved(states, name, quota)
         if quota.model not in ("", EACH) and quota.model not in {
             model for model, _ in (await read_models(settings)).versions
         }:
@@ -137,6 +148,24 @@ def _check_key(tenant: TenantChanged, key_id: str) -> None:
     find_key(tenant, key_id)
 
 
+def _check_reserved(states: dict[str, TenantChanged], name: str, quota: Quota) -> None:
+    """No more is promised of a model than there is."""
+    if quota.reserved_percent is None:
+        return
+    others = {
+        other: percent
+        for other, state in states.items()
+        if other != name and (percent := reserved_percent(state.quotas, quota.tier, quota.model))
+    }
+    if not can_guarantee(PERCENT_MAX, {**others, name: quota.reserved_percent}):
+        taken = ", ".join(f"{other} {percent} %" for other, percent in sorted(others.items()))
+        raise HeadraceError(
+            Reason.CONFLICT,
+            f"{PERCENT_MAX - sum(others.values())} percent of {quota.model} on {quota.tier} are left to reserve ({taken})",
+            param="reserved_percent",
+        )
+
+
 def _about_defaults(
     before: TenantChanged, after: TenantChanged, tier: str, defaults: TenantChanged | None
 ) -> list[str]:
@@ -144,7 +173,9 @@ def _about_defaults(
     name = before.tenant
     if name == DEFAULTS or defaults is None or not any(quota.tier == tier for quota in defaults.quotas):
         return []
-    had, has = (any(quota.tier == tier for quota in state.quotas) for state in (before, after))
+    had, has = (
+        any(quota.tier == tier and not only_reserves(quota) for quota in state.quotas) for state in (before, after)
+    )
     if had == has:
         return []
     return [f"the default quotas of {tier} {'no longer hold' if has else 'hold again'} for {name}"]
@@ -196,7 +227,8 @@ def in_force_of(states: dict[str, TenantChanged], name: str, tier: str) -> Seque
 def quotas_object(quota: Quota) -> dict[str, Any]:
     """A quota in JSON: what it counts, and the limits that it has."""
     limits = {kind.field: limit for kind in KINDS if (limit := getattr(quota, kind.field)) is not None}
-    return {"tier": quota.tier, "key_id": quota.key_id, "model": quota.model, **limits}
+    reserved = {} if quota.reserved_percent is None else {"reserved_percent": quota.reserved_percent}
+    return {"tier": quota.tier, "key_id": quota.key_id, "model": quota.model, **limits, **reserved}
 
 
 def scope_text(quota: Quota) -> str:
@@ -212,4 +244,6 @@ def scope_text(quota: Quota) -> str:
 def limits_text(quota: Quota) -> str:
     """A quota's limits, in words."""
     limits = [f"{limit:,} {kind.text}" for kind in KINDS if (limit := getattr(quota, kind.field)) is not None]
+    if quota.reserved_percent is not None:
+        limits.append(f"{quota.reserved_percent} % of the slots reserved")
     return ", ".join(limits) or "unlimited"

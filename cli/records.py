@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from schemas.codec import to_json
 from schemas.errors import HeadraceError, Undecodable
-from schemas.events import Event
+from schemas.events import Event, PayloadStored
+from schemas.payloads import outline_of
 from schemas.reasons import Reason
 from schemas.topics import GRANT_HEADER
 
@@ -27,7 +28,10 @@ UNDECODABLE_SHOWN_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One record as read. `event` is None if it is no event, and `problem` says why."""
+    """One record as read. `event` is None if it is no event, and `problem` says why.
+
+    Of one whose content is in the object store `event` is what the record tells, and `stored` says where the rest is.
+    """
 
     topic: str
     partition: int
@@ -38,6 +42,7 @@ class Read:
     value: bytes | None
     event: Event | None
     problem: str | None = None
+    stored: PayloadStored | None = None
 
     @property
     def name(self) -> str:
@@ -54,6 +59,8 @@ class Read:
             "key": _text(self.key),
             "headers": self.headers,
         }
+        if self.stored is not None:
+            out["stored"] = {"digest": self.stored.digest, "size_bytes": self.stored.size_bytes}
         if self.event is not None:
             return out | {"event": plain(to_json(self.event))}
         return out | {
@@ -115,14 +122,18 @@ async def seek(consumer: AIOKafkaConsumer, partitions: list[TopicPartition], sta
 
 async def read(record: ConsumerRecord[bytes, bytes], decoder: EventDecoder) -> Read:
     """A record with its event. The authorisation header is left out: it is a secret."""
-    event, problem = None, None
+    event: Event | None = None
+    problem: str | None = None
+    stored: PayloadStored | None = None
     try:
         event = await decoder.decode(record.value)
+        if isinstance(event, PayloadStored) and (outline := outline_of(event, decoder.codec)) is not None:
+            stored, event = event, outline
     except Undecodable as error:
         problem = error.message
     headers = {name: _text(value) or "" for name, value in record.headers if name != GRANT_HEADER}
     place = (record.topic, record.partition, record.offset, record.timestamp)
-    return Read(*place, record.key, headers, record.value, event, problem)
+    return Read(*place, record.key, headers, record.value, event, problem, stored)
 
 
 async def follow(
@@ -177,7 +188,8 @@ def shown(record: Read) -> str:
         for name, value in plain(to_json(record.event)).items()
         if name != "type" and value not in (None, [], {}, "")
     }
-    return " ".join(f"{name}={_short(value)}" for name, value in parts.items())
+    said = " ".join(f"{name}={_short(value)}" for name, value in parts.items())
+    return said if record.stored is None else f"{said} (+ {record.stored.size_bytes} bytes in the object store)"
 
 
 def _short(value: Any) -> str:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +34,7 @@ from cli.threads import in_thread
 from infra import ports
 from infra.broker import BrokerError, EmbeddedKafka
 from infra.models_file import ModelEntry
+from infra.programs import argv_of, search_path
 from infra.settings import KafkaSettings, grant_secret
 from infra.supervisor import ChildSpec, Supervisor
 from schemas.topics import TIERS
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from schemas.events import ModelVersionRegistered
 
 TENANT = "default"
+GRPC_PORT_FIRST = 8001
 OPS_PORT_FIRST = 9464
 OPS_PORTS_TRIED = 64
 READY_WAIT_S = 90.0
@@ -59,7 +60,8 @@ log = structlog.get_logger("up")
 class StackOptions:
     """What to start. `kafka` None starts the embedded broker on `kafka_port` (0: any free one).
 
-    `ops_ports_from` is the first port for metrics and health, so that addresses stay the same from run to run; 0 takes any free ones.
+    `ops_ports_from` is the first port for metrics and health, so that addresses stay the same from run to run; 0 takes any free ones. So is
+    `grpc_port_from` that for the front door's gRPC.
     """
 
     data_dir: Path
@@ -68,6 +70,7 @@ class StackOptions:
     kafka_port: int = 9092
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port_from: int = GRPC_PORT_FIRST
     ops_ports_from: int = OPS_PORT_FIRST
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -86,6 +89,7 @@ class Stack:
         self.kafka = options.kafka or KafkaSettings(f"127.0.0.1:{options.kafka_port}")
         self.key = ""
         self.ops_ports: dict[str, int] = {}
+        self.grpc_port = 0
         self.started = False
         self._broker: EmbeddedKafka | None = None
         self._threads: list[asyncio.Task[object]] = []
@@ -97,6 +101,11 @@ class Stack:
         """The front door's address."""
         host = "127.0.0.1" if self.options.host in ("0.0.0.0", "::") else self.options.host
         return f"http://{host}:{self.options.port}"
+
+    @property
+    def grpc_address(self) -> str:
+        """Where the front door serves gRPC."""
+        return f"{self.url.removeprefix('http://').rpartition(':')[0]}:{self.grpc_port}"
 
     async def start(self) -> None:
         """Starts everything and returns when all of it is ready. Raises HeadraceError; call `stop` in any case."""
@@ -213,25 +222,30 @@ class Stack:
 
     def _streams(self) -> list[ChildSpec]:
         used = {*DEFAULT_TIERS, *(tier for entry in self.options.models for tier in entry.tiers)}
-        admissions = [
-            self._spec(f"admission-{tier}", 3, "streams", "admission", "--tier", tier) for tier in TIERS if tier in used
-        ]
+        admissions = [self.admission_spec(f"admission-{tier}", tier) for tier in TIERS if tier in used]
         folds = [self._spec(name, 1, "streams", name) for name in ("endings", "lifecycle")]
         return [*admissions, *folds]
 
+    def admission_spec(self, name: str, tier: str) -> ChildSpec:
+        """How an admission process of a tier is run; several of one tier share its partitions."""
+        return self._spec(name, 3, "streams", "admission", "--tier", tier)
+
     def _bridge(self) -> ChildSpec:
-        return self._spec("bridge", 4, "bridge", "--host", self.options.host, "--port", str(self.options.port))
+        self.grpc_port = free_ops_port({self.options.port}, self.options.grpc_port_from, self.options.host)
+        listen = "--host", self.options.host, "--port", str(self.options.port), "--grpc-port", str(self.grpc_port)
+        return self._spec("bridge", 4, "bridge", *listen)
 
     def _spec(self, name: str, stage: int, *arguments: str) -> ChildSpec:
-        port = free_ops_port(set(self.ops_ports.values()) | {self.options.port}, self.options.ops_ports_from)
+        port = free_ops_port({*self.ops_ports.values(), self.options.port, self.grpc_port}, self.options.ops_ports_from)
         self.ops_ports[name] = port
         env = {
+            **search_path(),
             **self.options.env,
             **self.kafka.to_env(),
             "HEADRACE_DATA": str(self.options.data_dir),
             "HEADRACE_OPS_PORT": str(port),
         }
-        return ChildSpec(name, (sys.executable, "-m", "cli.main", *arguments), env, port, stage=stage)
+        return ChildSpec(name, argv_of("cli.main", *arguments), env, port, stage=stage)
 
     async def stop(self) -> None:
         """Stops everything that was started, the front door first and Kafka last."""
@@ -284,15 +298,15 @@ def _kill_new(foreign: set[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def free_ops_port(taken: set[int], first: int = OPS_PORT_FIRST) -> int:
+def free_ops_port(taken: set[int], first: int = OPS_PORT_FIRST, host: str = "127.0.0.1") -> int:
     """The next port from `first` on that is free; any free one if `first` is 0 or all of its neighbours are taken."""
     for port in range(first, first + OPS_PORTS_TRIED) if first else ():
         if port in taken:
             continue
         with contextlib.suppress(ports.PortInUse):
-            ports.require_free(port)
+            ports.require_free(port, host)
             return port
-    return ports.free_port()
+    return ports.free_port(host)
 
 
 async def default_key(settings: KafkaSettings, path: Path) -> str:

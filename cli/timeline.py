@@ -19,15 +19,17 @@ from schemas.events import (
     InferenceCancelled,
     InferenceCompleted,
     InferenceFailed,
+    InferenceJoined,
     InferenceRejected,
     InferenceRequested,
     InferenceScheduled,
     InferenceStarted,
+    Tensor,
     TokensGenerated,
 )
 from schemas.topics import CONTROL, LIFECYCLE, TOKENS
 
-TEXT_SHOWN = 60
+TEXT_SHOWN, TENSORS_SHOWN = 60, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,9 @@ def _facts(records: Sequence[Read], state: StreamState) -> dict[str, Any]:
         refused := next((r.event for r in records if isinstance(r.event, InferenceRejected)), None)
     ):
         facts |= {"outcome": "rejected", "reason": refused.reason, "message": refused.message}
+    joined = next((r.event for r in records if isinstance(r.event, InferenceJoined)), None)
+    if joined is not None and joined.first_request_id != joined.request_id:
+        facts |= {"outcome": f"joined {joined.first_request_id}"}
     return facts
 
 
@@ -188,18 +193,30 @@ def _between(start: int | None, end: int | None) -> int | None:
 
 def describe(item: Read, *, begun: bool = True) -> str:
     """What a record says, in a few words. `begun` tells of a takeover whether an attempt came before it."""
+    if item.stored is not None:
+        return f"{item.stored.size_bytes} bytes in the object store"
     match item.event:
         case InferenceRequested() as event:
+            if event.inputs is not None:
+                return f"{event.model}: {_tensors(event.inputs)}"
             asked = event.messages[-1].content if event.messages else event.prompt
             return f"{event.model}: {_quoted(asked) if asked is not None else 'token ids'}"
         case InferenceAdmitted() as event:
             return f"to {event.work_topic}:{event.work_partition}, {event.prompt_tokens} prompt + at most {event.max_tokens} tokens"
         case InferenceScheduled() as event:
-            return f"{len(event.prompt_token_ids)} token ids, {event.deadline_ms - event.requested_ms} ms until the deadline"
+            given = f"{len(event.prompt_token_ids)} token ids" if event.inputs is None else _tensors(event.inputs)
+            return f"{given}, {event.deadline_ms - event.requested_ms} ms until the deadline"
         case InferenceRejected() as event:
             return f"{event.reason}: {event.message}"
+        case InferenceJoined() as event:
+            place = event.first_reply
+            return (
+                f"asked before: its answer is the stream of {event.first_request_id} on {place.topic}:{place.partition}"
+            )
         case InferenceCancelled():
             return "told to the workers" if item.topic == CONTROL else "the caller no longer wants it"
+        case InferenceAnswered() as event if event.outputs:
+            return _tensors(event.outputs)
         case InferenceAnswered() as event:
             return (
                 f"{event.usage.completion_tokens} tokens, {', '.join(choice.finish_reason for choice in event.choices)}"
@@ -216,6 +233,8 @@ def _describe_stream(item: Read, *, begun: bool) -> str:
             going_on = (
                 f", going on after {', '.join(map(str, event.from_tokens))} tokens" if any(event.from_tokens) else ""
             )
+            if event.cache_age_ms is not None:
+                return f"from the response cache, where it was {event.cache_age_ms / 1000:.1f} s old"
             return f"attempt {_attempt(event.attempt)} by {event.worker_id}, waited {event.queue_ms:.1f} ms{going_on}"
         case GenerationTakenOver() as event:
             why = "" if begun else "; a precaution after a restart: nobody had begun it"
@@ -229,12 +248,20 @@ def _describe_stream(item: Read, *, begun: bool) -> str:
             place = event.position
             return f"seen at {place.topic}:{place.partition} offset {place.offset}"
         case InferenceCompleted() as event:
+            if event.outputs:
+                return f"{_tensors(event.outputs)}; model time {event.timings.model_ms:.0f} ms"
             ends = ", ".join(end.finish_reason for end in event.choices)
             return f"{event.usage.completion_tokens} tokens, {ends}; model time {event.timings.model_ms:.0f} ms"
         case InferenceFailed() as event:
             return f"{event.reason} ({event.source}): {event.message}"
         case _:
             return ""
+
+
+def _tensors(tensors: Sequence[Tensor]) -> str:
+    """Their names and shapes; the contents may be anything."""
+    shown = [f"{tensor.name} {tensor.datatype}{list(tensor.shape)}" for tensor in tensors[:TENSORS_SHOWN]]
+    return ", ".join(shown) + (f" and {len(tensors) - TENSORS_SHOWN} more" if len(tensors) > TENSORS_SHOWN else "")
 
 
 def _attempt(attempt: Any) -> str:

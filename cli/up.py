@@ -31,9 +31,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     "--models",
     "models_file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="What to serve (YAML; default: SmolLM2 from its package).",
+    help="What to serve (YAML; default: SmolLM2, MiniLM and Magika from their packages).",
 )
-@click.option("--demo", is_flag=True, help="Ask one question, show the answer and the events it left in the log.")
+@click.option(
+    "--demo", is_flag=True, help="Ask one question and the small models, show the answers and the log's events."
+)
 @click.option("--once", is_flag=True, help="End when that is done.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The front door's address.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="The front door's port.")
@@ -105,7 +107,7 @@ async def _run(stack: Stack, out: Console, *, demo: bool, once: bool) -> int:
         if demo or once:
             request_id = await _demo(stack, out)
             if once:
-                return 0 if request_id else 1
+                return 1 if request_id is None else 0
         else:
             request_id = None
         show_addresses(stack, out, request_id)
@@ -120,25 +122,27 @@ async def _run(stack: Stack, out: Console, *, demo: bool, once: bool) -> int:
 
 
 async def _demo(stack: Stack, out: Console) -> str | None:
-    """The demo's request id, or None if it failed, which it says."""
+    """The question's request id ("" if no model talks), or None if the demo failed, which it says."""
     from cli import demo
 
+    request_id = ""
     try:
-        answer = await demo.ask(stack, out)
-        timeline = await demo.show_events(stack, answer.request_id, out)
+        if demo.talks(stack.options.models):
+            answer = await demo.ask(stack, out)
+            request_id = (await demo.show_events(stack, answer.request_id, out)).request_id
+        await demo.show_small(stack, out)
     except HeadraceError as error:
         out.print(f"headrace: the demo failed: {error.message}", style="red", markup=False)
         return None
-    return timeline.request_id
+    return request_id
 
 
 def show_addresses(stack: Stack, out: Console, request_id: str | None) -> None:
     """Where everything is, and what to try next."""
-    from cli.demo import MAX_TOKENS
-
     directory = stack.options.data_dir
     places = table("what", "where")
     places.add_row("front door", f"{stack.url}/v1 (OpenAI's API), {stack.url}/docs (its description)")
+    places.add_row("Open Inference Protocol", f"{stack.url}/v2, and by gRPC {stack.grpc_address}")
     places.add_row("Kafka", stack.kafka.bootstrap)
     places.add_row("API key", f"{_near(key_file(directory))} (tenant default)")
     places.add_row("logs", f"{_near(directory / 'logs')}/")
@@ -146,28 +150,46 @@ def show_addresses(stack: Stack, out: Console, request_id: str | None) -> None:
         places.add_row(f"metrics of {name}", f"http://127.0.0.1:{port}/metrics")
     out.print(places)
     command = command_name(directory)
-    body = json.dumps(
-        {
-            "model": stack.options.models[0].name,
-            "stream": True,
-            "max_tokens": MAX_TOKENS,  # a small model may find no end by itself
-            "temperature": 0,
-            "messages": [{"role": "user", "content": "Name three rivers."}],
-        }
-    )
     out.print("Try, in another terminal:", style="bold")
     for line in (
-        f"{command} chat",
-        (
-            f'curl -N {stack.url}/v1/chat/completions -H "Authorization: Bearer $(cat {_near(key_file(directory))})" '
-            f"-H 'Content-Type: application/json' -d '{body}'"
-        ),
+        *_questions(stack, command),
         f"{command} explain {request_id or 'REQUEST_ID'}",
         f"{command} topics tail tokens",
         f"{command} status",
     ):
         out.print(f"  {line}", markup=False)
     out.print("Ctrl-C stops everything.")
+
+
+def _questions(stack: Stack, command: str) -> list[str]:
+    """How to ask what is served: the first model that talks, or else each of the small ones."""
+    from cli.demo import MAX_TOKENS, talks
+    from schemas.processors import BYTES_CLASSIFICATION, EMBEDDING, TEXT_CLASSIFICATION
+
+    talking = talks(stack.options.models)
+    if not talking:
+        lines = {
+            EMBEDDING: 'embed {model} "Water drives the mill." "Rain falls."',
+            TEXT_CLASSIFICATION: 'classify {model} --text "Water drives the mill."',
+            BYTES_CLASSIFICATION: "classify {model} FILE",
+        }
+        small = [(entry.name, lines[entry.processor]) for entry in stack.options.models if entry.processor in lines]
+        return [f"{command} {line.format(model=name)}" for name, line in small]
+    body = {
+        "model": talking[0].name,
+        "stream": True,
+        "max_tokens": MAX_TOKENS,  # a small model may find no end by itself
+        "temperature": 0,
+        "messages": [{"role": "user", "content": "Name three rivers."}],
+    }
+    key = _near(key_file(stack.options.data_dir))
+    return [
+        f"{command} chat",
+        (
+            f'curl -N {stack.url}/v1/chat/completions -H "Authorization: Bearer $(cat {key})" '
+            f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+        ),
+    ]
 
 
 def command_name(directory: Path) -> str:

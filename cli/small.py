@@ -1,0 +1,152 @@
+"""`headrace classify` and `headrace embed`: small models through the front door."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cli.context import console, print_json, table
+from cli.front_door import KEY, URL, front_door, post
+from schemas.errors import HeadraceError
+from schemas.reasons import Reason
+from schemas.topics import REQUEST_MAX_BYTES
+
+if TYPE_CHECKING:
+    import httpx
+
+FILE_BYTES_MAX = REQUEST_MAX_BYTES * 3 // 4 - 4_096
+"""The largest file that fits a request as base64."""
+CALL_ITEMS_MAX = 64
+CALL_BYTES_MAX = 4 * 1024 * 1024
+NUMBERS_SHOWN = 4
+TEXT_SHOWN_MAX = 60
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object an input.")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What is classified: its name, and what the front door gets."""
+
+    name: str
+    content: str | dict[str, str]
+    size_bytes: int
+
+
+@click.command()
+@click.argument("model")
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path, dir_okay=False, exists=True, allow_dash=True))
+@click.option("--text", "texts", multiple=True, help="Classify this text; may be given several times.")
+@click.option("--top-k", type=click.IntRange(1), default=3, show_default=True, help="So many classes of each.")
+@URL
+@KEY
+@_JSON
+def classify(
+    model: str,
+    files: tuple[Path, ...],
+    texts: tuple[str, ...],
+    top_k: int,
+    url: str | None,
+    key: str | None,
+    as_json: bool,
+) -> None:
+    """Classify FILES (- is standard input), or texts, by MODEL."""
+    if not files and not texts:
+        raise click.UsageError("give files, or --text")
+    shown = table("input", "class", ">score", "then")
+    with front_door(url, key) as client:
+        for items in _calls([*(Item(text, text, len(text)) for text in texts), *map(item_of, files)]):
+            for item, found in zip(items, classified(client, model, items, top_k), strict=True):
+                if as_json:
+                    print_json({"input": item.name, **{name: found[name] for name in ("label", "score", "classes")}})
+                    continue
+                then = ", ".join(f"{other['label']} {_score(other['score'])}" for other in found["classes"][1:])
+                shown.add_row(_short(item.name), found["label"], _score(found["score"]), then)
+    if not as_json:
+        console().print(shown)
+
+
+def classified(client: httpx.Client, model: str, items: Sequence[Item], top_k: int) -> list[dict[str, Any]]:
+    """The classes of each item. Raises HeadraceError."""
+    body = {"model": model, "input": [item.content for item in items], "top_k": top_k}
+    data: list[dict[str, Any]] = post(client, "/v1/classifications", body)["data"]
+    return data
+
+
+def _calls(items: Sequence[Item]) -> Iterator[list[Item]]:
+    call: list[Item] = []
+    size = 0
+    for item in items:
+        if call and (len(call) == CALL_ITEMS_MAX or size + item.size_bytes > CALL_BYTES_MAX):
+            yield call
+            call, size = [], 0
+        call.append(item)
+        size += item.size_bytes
+    if call:
+        yield call
+
+
+def item_of(path: Path) -> Item:
+    """A file as the front door takes it; `-` is standard input. Raises HeadraceError (payload_too_large)."""
+    content = click.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
+    if len(content) > FILE_BYTES_MAX:
+        text = f"{path} has {len(content)} bytes; at most {FILE_BYTES_MAX} fit a request"
+        raise HeadraceError(Reason.PAYLOAD_TOO_LARGE, text)
+    return Item(str(path), {"base64": base64.b64encode(content).decode()}, len(content))
+
+
+@click.command()
+@click.argument("model")
+@click.argument("texts", nargs=-1, required=True, metavar="TEXT...")
+@click.option("--dimensions", type=click.IntRange(1), help="Cut each embedding to so many numbers.")
+@URL
+@KEY
+@_JSON
+def embed(
+    model: str, texts: tuple[str, ...], dimensions: int | None, url: str | None, key: str | None, as_json: bool
+) -> None:
+    """Embed each TEXT by MODEL; of several, how like the first each of the others is."""
+    with front_door(url, key) as client:
+        vectors = embedded(client, model, texts, dimensions)
+    if as_json:
+        for text, vector in zip(texts, vectors, strict=True):
+            print_json({"text": text, "embedding": [None if math.isnan(number) else number for number in vector]})
+        return
+    shown = table("text", ">numbers", "the first of them", ">like the first")
+    for index, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
+        few = ", ".join(f"{number:+.4f}" for number in vector[:NUMBERS_SHOWN])
+        like = f"{likeness(vectors[0], vector):.3f}" if index else ""
+        shown.add_row(_short(text), str(len(vector)), f"{few}{', …' if len(vector) > NUMBERS_SHOWN else ''}", like)
+    console().print(shown)
+
+
+def embedded(
+    client: httpx.Client, model: str, texts: Sequence[str], dimensions: int | None = None
+) -> list[list[float]]:
+    """The embedding of each text; what isn't finite, which the front door tells as null, is NaN. Raises HeadraceError."""
+    body: dict[str, Any] = {"model": model, "input": list(texts)}
+    if dimensions is not None:
+        body["dimensions"] = dimensions
+    data = post(client, "/v1/embeddings", body)["data"]
+    return [[math.nan if number is None else number for number in item["embedding"]] for item in data]
+
+
+def likeness(one: Sequence[float], other: Sequence[float]) -> float:
+    """The cosine of the angle between two embeddings; 0 if one has no length."""
+    lengths = math.hypot(*one) * math.hypot(*other)
+    together = math.fsum(left * right for left, right in zip(one, other, strict=True))
+    return together / lengths if lengths else 0.0
+
+
+def _score(score: float | None) -> str:
+    return "?" if score is None else f"{score:.3f}"
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= TEXT_SHOWN_MAX else f"{line[: TEXT_SHOWN_MAX - 1]}…"
