@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 import aiohttp
 import orjson
 
-from bench.load import now_s, percentile
-from bench.rows import Row, conditions, row, show
+from bench.load import now_s
+from bench.rows import Row, conditions, quantile_rows, show, tell_worst
 from bench.stack import private_stack
 from cli.context import console
 from infra.models_file import ModelEntry
@@ -51,14 +51,9 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
             theirs = await _all(concurrency, calls, _timer)
             ours = await _all(concurrency, calls, _Asker(session, stack.url))
             console(stderr=True).print(f"headrace: {concurrency} at once: {calls} calls done")
-            rows += [
-                row(f"deadline_late_{name}_ms", "ms", concurrency, percentile(ours, q), PEER, percentile(theirs, q))
-                for name, q in (("p50", 0.5), ("p99", 0.99))
-            ]
+            rows += quantile_rows("deadline_late", concurrency, ours, PEER, theirs)
     show(rows, as_json=as_json, title=f"How late a caller hears of a deadline that passed ({before})")
-    worst_ms = max(each.ours for each in rows)
-    verdict = "met" if worst_ms <= AIM_P99_MS else "missed"
-    console(stderr=True).print(f"aim: p99 within {AIM_P99_MS:.0f} ms: {verdict} ({worst_ms:.1f} ms)")
+    tell_worst(rows, AIM_P99_MS)
     return 0
 
 

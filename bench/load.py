@@ -123,7 +123,8 @@ class Client:
     def __init__(self, url: str, key: str | None = None) -> None:
         """Connects when first used, and keeps its connections."""
         self._url = url
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # What is measured is generated, whatever response cache the model has.
+        self._headers = {"Cache-Control": "no-cache, no-store"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from bench.load import percentile
 from cli.context import console, print_json, table
 
 DIGITS = 3
+P50_P99 = (("p50", 0.5), ("p99", 0.99))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,27 @@ def row(metric: str, unit: str, at: object, ours: float, peer: str, theirs: floa
     """A row with its ratio, rounded to a thousandth."""
     ratio = None if theirs == 0 else round(ours / theirs, DIGITS)
     return Row(metric, unit, str(at), round(ours, DIGITS), peer, round(theirs, DIGITS), ratio)
+
+
+def quantile_rows(
+    metric: str,
+    at: object,
+    ours: Sequence[float],
+    peer: str,
+    theirs: Sequence[float],
+    quantiles: Iterable[tuple[str, float]] = P50_P99,
+) -> list[Row]:
+    """A row of milliseconds for each quantile, `metric_p50_ms` and so on."""
+    return [
+        row(f"{metric}_{name}_ms", "ms", at, percentile(ours, q), peer, percentile(theirs, q)) for name, q in quantiles
+    ]
+
+
+def tell_worst(rows: Sequence[Row], aim_ms: float) -> None:
+    """Says on standard error whether our largest figure is within an aim for the p99."""
+    worst_ms = max(each.ours for each in rows)
+    verdict = "met" if worst_ms <= aim_ms else "missed"
+    console(stderr=True).print(f"aim: p99 within {aim_ms:.0f} ms: {verdict} ({worst_ms:.1f} ms)")
 
 
 def show(rows: Sequence[Row], *, as_json: bool, title: str) -> None:
