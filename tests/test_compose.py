@@ -83,6 +83,15 @@ def test_an_unknown_command_or_option_would_be_noticed() -> None:
         parse(["worker", "smollm2"])
 
 
+def test_each_admission_keeps_answers_in_the_redis_that_is_there() -> None:
+    found = [service for service in OURS.values() if "--tier" in service["command"]]
+    urls = {service["environment"]["HEADRACE_ADMISSION_CACHE_URL"] for service in found}
+    assert urls == {"redis://redis:6379/0"}
+    assert "--save" in SERVICES["redis"]["command"]
+    (served,) = models_file.load(ROOT / "infra/deploy/models.yaml")
+    assert served.cache.ttl_s > 0
+
+
 def test_each_tier_has_its_admission() -> None:
     tiers = {argv[argv.index("--tier") + 1] for service in OURS.values() if "--tier" in (argv := service["command"])}
     assert tiers == {INTERACTIVE, BATCH}

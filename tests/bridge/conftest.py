@@ -18,10 +18,13 @@ import uvloop
 from bridge.main import run
 from infra import ports
 from infra.log import EventProducer
+from infra.payloads import Payloads
 from infra.settings import BridgeSettings, KafkaSettings
 from schemas.events import ApiKey, ModelPromoted, ModelVersionRegistered, TenantChanged
 from schemas.topics import REGISTRY, TENANTS
 from tests.bridge.responder import VERSION, Responder
+from tests.bridge.tensors import tensor_models
+from tests.small_models import small_versions
 
 MODEL = "bridge-model"
 KEY = "hr-bridge-good"
@@ -78,6 +81,12 @@ async def _register(settings: KafkaSettings) -> None:
     registered = ModelVersionRegistered(MODEL, VERSION, "scripted", "", 4096, created_ms=1_700_000_000_000)
     await producer.send_and_wait(REGISTRY, registered, key=MODEL)
     await producer.send_and_wait(REGISTRY, ModelPromoted(MODEL, VERSION), key=MODEL)
+    for model in tensor_models(VERSION):
+        await producer.send_and_wait(REGISTRY, model, key=model.model)
+        await producer.send_and_wait(REGISTRY, ModelPromoted(model.model, VERSION), key=model.model)
+    for version in small_versions("bridge"):
+        await producer.send_and_wait(REGISTRY, version, key=version.model)
+        await producer.send_and_wait(REGISTRY, ModelPromoted(version.model, version.version), key=version.model)
     await producer.stop()
 
 
@@ -88,7 +97,7 @@ async def _main(
     stop = asyncio.Event()
     answering: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     if responder is None:
-        responder = Responder(settings.kafka, settings.grant_secret)
+        responder = Responder(settings.kafka, settings.grant_secret, payloads=Payloads.of(settings))
         answering = asyncio.ensure_future(responder.run())
         await responder.ready.wait()
     serving = asyncio.create_task(run(settings, stop))
@@ -154,6 +163,7 @@ def bridge(kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> It
         kafka=kafka,
         data_dir=data_dir,
         port=ports.free_port(),
+        grpc_port=ports.free_port(),
         ops_port=ports.free_port(),
         grant_secret=b"bridge-tests-grant-secret-0123456789",
         instance="bridge-tests",
@@ -172,7 +182,12 @@ def bridge(kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> It
 def other(bridge: RunningBridge) -> Iterator[RunningBridge]:
     """Another front door on the same log, with a partition of its own."""
     settings = dataclasses.replace(
-        bridge.settings, port=ports.free_port(), ops_port=0, instance="bridge-tests-other", keepalive_ms=200
+        bridge.settings,
+        port=ports.free_port(),
+        grpc_port=0,
+        ops_port=0,
+        instance="bridge-tests-other",
+        keepalive_ms=200,
     )
     running, thread = start_bridge(settings, bridge.responder)
     yield running

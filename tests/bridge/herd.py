@@ -17,6 +17,7 @@ from bridge.resume import Resumes, Wish
 from bridge.streams import Dispatcher
 from infra.kafka import make_producer
 from infra.log import EventDecoder
+from infra.payloads import Payloads
 from infra.settings import BridgeSettings, KafkaSettings
 from schemas.codec import encode
 from schemas.events import (
@@ -117,11 +118,11 @@ async def writing(kafka: KafkaSettings) -> AsyncIterator[AIOKafkaProducer]:
 
 @asynccontextmanager
 async def resuming(
-    kafka: KafkaSettings, data_dir: Path, pending_bytes_max: int = 1024 * 1024
+    kafka: KafkaSettings, data_dir: Path, pending_bytes_max: int = 1024 * 1024, payloads: Payloads | None = None
 ) -> AsyncIterator[Resumes]:
     """What a front door resumes streams by, which itself follows another partition."""
     settings = BridgeSettings(kafka=kafka, data_dir=data_dir, reader_pending_bytes_max=pending_bytes_max)
-    decoder = EventDecoder(kafka)
+    decoder = EventDecoder(kafka, payloads)
     own = Dispatcher(kafka, OWN, decoder)
     await own.start()
     resumes = Resumes(settings, own, decoder, IDS)

@@ -2,8 +2,12 @@
 
 The last user message (or the prompt) may be a JSON object: `tokens` (texts of the tokens), `tail` (text held back to the end),
 `reject` / `fail` (a reason), `fail_after` (tokens before the failure), `gap_ms` (between tokens), `first_ms` (before the start), `hang`
-(never end), `repeat`, `zombie` (send tokens of an old attempt too), `takeover_after` (tokens before another worker goes on), `rates` (what the
-tenant has left: `requests` and `tokens`, each limit, remaining and reset_ms). Anything else is echoed, one token a character.
+(never end), `unadmitted` (never begin), `repeat`, `zombie` (send tokens of an old attempt too), `takeover_after` (tokens before another worker goes on), `rates` (what the
+tenant has left: `requests` and `tokens`, each limit, remaining and reset_ms), `cache_key` and `cache_age_ms` (of the start). Anything else is echoed, one token a character.
+A repeat under an idempotency key is told where the first's stream is.
+
+A tensor request is answered by what `tests.bridge.tensors` computes of its inputs; one of the models of `tests.small_models` as that says, and
+its first row may be such an object.
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from decisions.idempotency import KeyIndex, KeyStanding, conflict, joined, keyed
 from infra.grants import Grant, read
 from infra.kafka import make_consumer
 from infra.log import EventDecoder, EventProducer
+from infra.payloads import Payloads
 from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError
 from schemas.events import (
@@ -35,13 +41,16 @@ from schemas.events import (
     Position,
     Rate,
     Rates,
+    RequestKeyed,
     Timings,
     TokenLogprob,
     TokensGenerated,
     Usage,
 )
 from schemas.ids import unix_ms
-from schemas.topics import GRANT_HEADER, INTERACTIVE, LIFECYCLE, requests_topic
+from schemas.topics import BATCH, GRANT_HEADER, INTERACTIVE, LIFECYCLE, requests_topic
+from tests.bridge.tensors import computed
+from tests.small_models import is_small, rows_of, small_answer
 
 VERSION = "v1"
 ATTEMPT = Attempt(2, 1)
@@ -57,6 +66,7 @@ class Seen:
     grant: Grant
     headers: dict[str, bytes]
     key: bytes | None
+    topic: str
 
 
 @dataclass
@@ -66,13 +76,16 @@ class Responder:
     seen: dict[str, Seen] = field(default_factory=dict)
     cancelled: dict[str, Grant] = field(default_factory=dict)
     tokens_sent: dict[str, int] = field(default_factory=dict)
+    keys: KeyIndex = field(default_factory=lambda: KeyIndex(INTERACTIVE))
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+    payloads: Payloads | None = None
 
     async def run(self) -> None:
         """Answer until cancelled."""
-        self._producer = EventProducer(self.settings, "responder")
+        self._producer = EventProducer(self.settings, "responder", self.payloads)
         await self._producer.start()
-        consumer = make_consumer(self.settings, requests_topic(INTERACTIVE), auto_offset_reset="latest")
+        topics = requests_topic(INTERACTIVE), requests_topic(BATCH)
+        consumer = make_consumer(self.settings, *topics, auto_offset_reset="latest")
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._producer.stop)
             await consumer.start()
@@ -83,7 +96,7 @@ class Responder:
             self.ready.set()
             tasks: dict[str, asyncio.Task[None]] = {}
             stack.push_async_callback(_end, tasks)
-            decoder = EventDecoder(self.settings)
+            decoder = EventDecoder(self.settings, self.payloads)
             async for record in consumer:
                 headers = dict(record.headers)
                 try:
@@ -92,7 +105,9 @@ class Responder:
                 except HeadraceError:  # another room's tests write here too, junk included
                     continue
                 if isinstance(event, InferenceRequested):
-                    self.seen[event.request_id] = Seen(event, grant, headers, record.key)
+                    self.seen[event.request_id] = Seen(event, grant, headers, record.key, record.topic)
+                    if await self._asked_before(event, grant):
+                        continue
                     tasks[event.request_id] = asyncio.create_task(self._answer(event, grant))
                 elif isinstance(event, InferenceCancelled):
                     self.cancelled[event.request_id] = grant
@@ -100,7 +115,7 @@ class Responder:
                         tasks[event.request_id].cancel()
 
     async def _send(self, grant: Grant, event: Event) -> None:
-        await self._producer.send(grant.reply.topic, event, partition=grant.reply.partition)
+        await self._producer.send(grant.reply.topic, event, partition=grant.reply.partition, owner=grant.tenant)
 
     async def _admit(self, request: InferenceRequested, grant: Grant) -> None:
         position = Position(requests_topic(INTERACTIVE), 0, 0)
@@ -110,7 +125,29 @@ class Responder:
         )  # fmt: skip
         await self._producer.send(LIFECYCLE, admitted, key=grant.tenant)
 
+    async def _asked_before(self, request: InferenceRequested, grant: Grant) -> bool:
+        if (known := keyed(request, grant.reply)) is None:
+            return False
+        asked_ms = unix_ms(request.request_id)
+        standing, first = self.keys.standing(grant.tenant, known, asked_ms)
+        if first is None:
+            who = request.request_id, grant.reply, request.model, asked_ms
+            self.keys.hear(RequestKeyed(grant.tenant, INTERACTIVE, known, *who))
+            return False
+        place = Position(requests_topic(INTERACTIVE), 0, 0)
+        event: Event = joined(request, grant.tenant, INTERACTIVE, first, asked_ms, place)
+        if standing is KeyStanding.CONFLICT:
+            text, param = conflict(request)
+            names = request.request_id, grant.tenant, request.model, INTERACTIVE
+            event = InferenceRejected(*names, "conflict", text, param=param)
+        await self._send(grant, event)
+        await self._producer.send(LIFECYCLE, event, key=grant.tenant)
+        return True
+
     async def _answer(self, request: InferenceRequested, grant: Grant) -> None:
+        if request.inputs is not None and not is_small(request.model):
+            await self._answer_tensors(request, grant)
+            return
         script = _script(request)
         common = (request.request_id, grant.tenant, request.model)
         if "reject" in script:
@@ -126,13 +163,23 @@ class Responder:
             await self._send(grant, event)
             await self._producer.send(LIFECYCLE, event, key=grant.tenant)
             return
+        if script.get("unadmitted"):
+            await asyncio.sleep(3600)
         await self._admit(request, grant)
         await asyncio.sleep(script.get("first_ms", 0) / 1000)
         n = request.sampling.n
         where = (*common, VERSION, INTERACTIVE)
         attempt = ATTEMPT
-        started = GenerationStarted(*where, attempt, (0,) * n, prompt_tokens=7, worker_id="w", rates=_rates(script))
+        started = GenerationStarted(
+            *where, attempt, (0,) * n, prompt_tokens=7, worker_id="w", rates=_rates(script),
+            cache_key=script.get("cache_key", ""), cache_age_ms=script.get("cache_age_ms"),
+        )  # fmt: skip
         await self._send(grant, started)
+        if request.inputs is not None:
+            outputs, prompt_tokens = small_answer(request)
+            end, used = ChoiceEnd(0, 0, "stop"), Usage(prompt_tokens, 0)
+            await self._send(grant, InferenceCompleted(*where, attempt, (end,), used, Timings(), "w", outputs))
+            return
         tokens = [text.encode() for text in script["tokens"]] * script.get("repeat", 1)
         for i, token in enumerate(tokens):
             if script.get("takeover_after") == i:
@@ -160,6 +207,19 @@ class Responder:
         usage = Usage(7, n * len(tokens), 3)
         await self._send(grant, InferenceCompleted(*where, attempt, ends, usage, Timings(), "w"))
 
+    async def _answer_tensors(self, request: InferenceRequested, grant: Grant) -> None:
+        where = (request.request_id, grant.tenant, request.model, VERSION, INTERACTIVE)
+        await self._admit(request, grant)
+        await self._send(grant, GenerationStarted(*where, ATTEMPT, (0,), prompt_tokens=0, worker_id="w"))
+        try:
+            outputs = await computed(request)
+        except HeadraceError as error:
+            await self._send(grant, InferenceFailed(*where, error.reason.value, error.message, ATTEMPT, (0,)))
+            return
+        ends = (ChoiceEnd(0, 0, "stop"),)
+        completed = InferenceCompleted(*where, ATTEMPT, ends, Usage(0, 0), Timings(), "w", outputs)
+        await self._send(grant, completed)
+
 
 async def _end(tasks: dict[str, asyncio.Task[None]]) -> None:
     for task in tasks.values():
@@ -168,7 +228,10 @@ async def _end(tasks: dict[str, asyncio.Task[None]]) -> None:
 
 
 def _script(request: InferenceRequested) -> dict[str, Any]:
-    if request.messages is not None:
+    if request.inputs is not None:
+        row = rows_of(request)[0]
+        text = row.decode() if row.startswith(b"{") else ""
+    elif request.messages is not None:
         text = request.messages[-1].content
     else:
         text = request.prompt or "".join(map(chr, request.prompt_token_ids or ()))

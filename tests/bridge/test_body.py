@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bridge.body import parse_object
+from infra.objects import DEFAULT_FOLDER
 from schemas.errors import HeadraceError
-from schemas.topics import INLINE_MAX_BYTES
-from tests.bridge.conftest import MODEL, RunningBridge
+from schemas.topics import INLINE_MAX_BYTES, REQUEST_MAX_BYTES
+from tests.bridge.conftest import MODEL, TENANT, RunningBridge
 from tests.bridge.test_openai_chat import script
 
 CHAT = "/v1/chat/completions"
@@ -28,10 +31,49 @@ def sized(size: int) -> bytes:
     ).encode()
 
 
+def payloads_of(bridge: RunningBridge) -> set[Path]:
+    """What is in the object store."""
+    return {path for path in (bridge.settings.data_dir / DEFAULT_FOLDER).rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("size", [INLINE_MAX_BYTES // 2, INLINE_MAX_BYTES - 1_000, 2 * INLINE_MAX_BYTES])
+async def test_what_is_too_large_for_a_record_is_stored_under_its_tenant(bridge: RunningBridge, size: int) -> None:
+    before = payloads_of(bridge)
+    async with bridge.client() as client:
+        assert (await client.post(CHAT, content=sized(size))).status_code == 200
+    new = payloads_of(bridge) - before
+    assert len(new) == (1 if size > INLINE_MAX_BYTES else 0)
+    assert all(path.parent == bridge.settings.data_dir / DEFAULT_FOLDER / "payloads" / TENANT for path in new)
+    assert all(hashlib.sha256(path.read_bytes()).hexdigest() == path.name for path in new)
+
+
+async def test_large_token_ids_are_taken(bridge: RunningBridge) -> None:
+    """One prompt of ids that is too many for a record, beside one that is not."""
+    directions = list(json.dumps({"tokens": ["y"]}).encode())
+    async with bridge.client() as client:
+        for ids in ([*directions, *[32] * 250_000], directions):
+            response = await client.post("/v1/completions", json={"model": MODEL, "prompt": ids})
+            assert response.status_code == 200, response.text
+
+
+async def test_others_are_served_while_a_large_body_is_taken(bridge: RunningBridge) -> None:
+    """Megabytes of small numbers take long to parse."""
+    directions = list(json.dumps({"tokens": ["y"]}).encode())
+    raw = json.dumps({"model": MODEL, "prompt": [*directions, *[32] * 2_000_000]}).encode()
+    async with bridge.client() as client:
+        large = asyncio.create_task(client.post("/v1/completions", content=raw))
+        served = 0
+        while not large.done():
+            assert (await client.get("/v1/models")).status_code == 200
+            served += 1
+        assert (await large).status_code == 200
+    assert served > 10
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize(
     ("size", "status"),
-    [(INLINE_MAX_BYTES - 1, 200), (INLINE_MAX_BYTES, 200), (INLINE_MAX_BYTES + 1, 413), (12 * 1024 * 1024, 413)],
+    [(REQUEST_MAX_BYTES - 1, 200), (REQUEST_MAX_BYTES, 200), (REQUEST_MAX_BYTES + 1, 413), (12 * 1024 * 1024, 413)],
 )
 async def test_a_body_is_taken_up_to_its_limit(bridge: RunningBridge, size: int, status: int, chunked: bool) -> None:
     raw = sized(size)
@@ -41,13 +83,14 @@ async def test_a_body_is_taken_up_to_its_limit(bridge: RunningBridge, size: int,
         for start in range(0, size, 65536):
             yield raw[start : start + 65536]
 
-    before = len(bridge.responder.seen)
+    before, stored = len(bridge.responder.seen), payloads_of(bridge)
     async with bridge.client() as client:
         response = await client.post(CHAT, content=chunks() if chunked else raw)
         assert response.status_code == status, response.text
         if status == 413:
             assert response.json()["error"]["code"] == "payload_too_large"
             assert len(bridge.responder.seen) == before
+            assert payloads_of(bridge) == stored
         assert (await client.post(CHAT, content=sized(1000))).status_code == 200
 
 

@@ -9,7 +9,8 @@ from typing import Any, Self
 import httpx
 import pytest
 
-from tests.bridge.conftest import KEY, TENANT, RunningBridge
+from tests.bridge.conftest import KEY, OTHER, TENANT, RunningBridge
+from tests.bridge.resuming import resume
 from tests.bridge.test_openai_chat import body, script
 
 
@@ -116,3 +117,69 @@ async def test_pipelined_and_repeated_calls_on_one_connection(bridge: RunningBri
             *[client.post("/v1/chat/completions", json=body(stream=bool(i % 2))) for i in range(6)]
         )
     assert [answer.status_code for answer in answers] == [200] * 6
+
+
+async def delete(bridge: RunningBridge, stream: str, key: str = KEY) -> httpx.Response:
+    async with bridge.client() as client:
+        return await client.delete(f"/v1/streams/{stream}", headers={"Authorization": f"Bearer {key}"})
+
+
+@pytest.mark.parametrize("headers", [{"X-Headrace-On-Disconnect": "continue"}, {"Idempotency-Key": "a cancelled one"}])
+async def test_a_request_is_cancelled_by_its_id_at_any_front_door(
+    bridge: RunningBridge, other: RunningBridge, headers: dict[str, str]
+) -> None:
+    payload = body(messages=script(hang=True, tokens=["a"]))
+    async with (
+        bridge.client() as client,
+        client.stream("POST", "/v1/chat/completions", json=payload, headers=headers) as response,
+    ):
+        request_id = response.headers["x-request-id"]
+    assert request_id not in bridge.responder.cancelled
+    for where, name in ((other, request_id), (bridge, f"chatcmpl-{request_id}")):
+        bridge.responder.cancelled.pop(request_id, None)
+        answer = await delete(where, name)
+        assert (answer.status_code, answer.json()) == (
+            202,
+            {"id": request_id, "object": "stream", "status": "cancelling"},
+        )
+        await bridge.until(lambda: request_id in bridge.responder.cancelled)
+        grant = bridge.responder.cancelled[request_id]
+        assert (grant.tenant, grant.reply) == (TENANT, bridge.responder.seen[request_id].grant.reply)
+
+
+async def test_a_request_that_waits_for_its_turn_is_cancelled_where_it_was_asked(bridge: RunningBridge) -> None:
+    """Nothing is known of it in `lifecycle` then."""
+    async with RawCaller(bridge) as caller:
+        await caller.post(body(messages=script(mark="waits", unadmitted=True)))
+        await bridge.until(lambda: newest(bridge, "waits") is not None)
+        request_id = newest(bridge, "waits")
+        assert request_id is not None
+        assert (await delete(bridge, request_id, OTHER)).status_code == 404
+        assert (await delete(bridge, request_id)).status_code == 202
+        await bridge.until(lambda: request_id in bridge.responder.cancelled)
+
+
+async def test_nobody_cancels_what_is_foreign_or_unknown(bridge: RunningBridge, other: RunningBridge) -> None:
+    async with bridge.client() as client:
+        headers = {"X-Headrace-On-Disconnect": "continue"}
+        response = await client.post("/v1/chat/completions", json=body(stream=False), headers=headers)
+    request_id = response.headers["x-request-id"]
+    unknown = "01890a5d-ac96-774b-bcce-b302099a8057"
+    for name, key in ((request_id, OTHER), (unknown, KEY), ("zork", KEY)):
+        for where in (bridge, other):
+            refused = await delete(where, name, key)
+            resumed, _ = await resume(where, name, key=key)
+            assert (refused.status_code, refused.json()) == (404, resumed.json())
+    assert (await delete(bridge, request_id, "hr-nobody")).status_code == 401
+    assert not {request_id, unknown} & set(bridge.responder.cancelled)
+    async with bridge.client() as client:
+        refused = await client.delete(f"/v1/streams/{request_id}", params={"zork": "1"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "zork")
+
+
+async def test_what_was_refused_needs_no_cancel(bridge: RunningBridge) -> None:
+    async with bridge.client() as client:
+        response = await client.post("/v1/chat/completions", json=body(messages=script(reject="overloaded")))
+    request_id = response.headers["x-request-id"]
+    assert (await delete(bridge, request_id)).status_code == 202
+    assert request_id not in bridge.responder.cancelled

@@ -8,18 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 
 from bridge.replay import poll
+from infra.log import EventProducer
+from infra.objects_folder import FolderStore
+from infra.payloads import Payloads
 from infra.settings import KafkaSettings
 from schemas.codec import encode_json
 from schemas.errors import HeadraceError
+from schemas.events import Event
 from schemas.reasons import Reason
+from schemas.topics import INLINE_MAX_BYTES
+from schemas.topics import TOKENS as TOKENS_TOPIC
 from tests.bridge.herd import TENANT, Herd, come_back, hear, resuming, writing
 
 HERD = 200
 TOKENS = 100
 SOON_S = 10.0
+WAIT_S = 60.0
 PASSES_MAX = 3
 """Of the first who came, of those who came meanwhile, and of what was written meanwhile."""
 
@@ -76,6 +83,60 @@ async def test_who_does_not_read_holds_nobody_and_gets_the_rest_when_it_reads(
         assert not any(resumed.call.done for resumed in waiting)
         async with asyncio.timeout(SOON_S):
             assert await asyncio.gather(*[hear(resumed.call) for resumed in waiting]) == [slow.rest] * 5
+        for resumed in waiting:
+            resumed.call.release()
+
+
+class SlowStore(FolderStore):
+    """Gives nothing until it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.go = asyncio.Event()
+        self.asked = 0
+
+    async def get(self, *given: Any, **more: Any) -> bytes:
+        self.asked += 1
+        await self.go.wait()
+        return await super().get(*given, **more)
+
+
+class StoredHerd(Herd):
+    """Whose events are too large for records."""
+
+    stored: EventProducer
+
+    async def _send(self, producer: AIOKafkaProducer, event: Event) -> Any:
+        return await self.stored.send(TOKENS_TOPIC, event, partition=self.partition, owner=TENANT)
+
+
+async def test_who_waits_for_the_object_store_holds_nobody_and_gets_each_event_once(
+    kafka: KafkaSettings, tmp_path: Path
+) -> None:
+    store = SlowStore(tmp_path / "objects")
+    payloads = Payloads(store)
+    large, quick = StoredHerd(2, 4, "z" * (INLINE_MAX_BYTES + 1)), Herd(30, 40)
+    large.stored = EventProducer(kafka, "test", payloads)
+    await large.stored.start()
+    async with writing(kafka) as producer:
+        for herd in (large, quick):
+            await herd.begin(producer)
+        for herd in (large, quick):
+            await herd.go_on(producer)
+    await large.stored.stop()
+    async with resuming(kafka, tmp_path, payloads=payloads) as resumes:
+        waiting = [await resumes.open(TENANT, large.wish(one), 0.0) for one in large.ids]
+        async with asyncio.timeout(WAIT_S):
+            while store.asked < len(waiting):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            texts = await asyncio.gather(*[come_back(resumes, quick, one) for one in quick.ids])
+        assert texts == [quick.rest] * len(quick.ids)
+        assert not any(resumed.call.done for resumed in waiting)
+        store.go.set()
+        async with asyncio.timeout(WAIT_S):
+            heard = await asyncio.gather(*[hear(resumed.call) for resumed in waiting])
+        assert [len(text) for text in heard] == [len(large.rest)] * len(waiting)
+        assert store.asked == len(waiting) * (large.tokens - 1), "each event once"
         for resumed in waiting:
             resumed.call.release()
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bridge.auth import Authenticator, Caller
+from bridge.calls import Call
 from bridge.door import FrontDoor
 from bridge.event_ids import EventIds
 from bridge.openai_chat import ChatCall
-from bridge.resume import Resumes
+from bridge.resume import Resumes, Wish
 from bridge.streams import Dispatcher
 from infra.directory import ModelDirectory, TenantDirectory
 from infra.grants import read
@@ -65,7 +67,7 @@ class FakeTenants(TenantDirectory):
 
     def learn(self, revoked_ms: int | None = None, name: str = CALLER.tenant) -> None:
         key = ApiKey(CALLER.key_id, "0" * 64, CALLER.tiers, 1, revoked_ms)
-        self._on_event(TenantChanged(name, "salt", (key,), 1), None)
+        self._on_event(TenantChanged(name, "salt", (key,), 1), SimpleNamespace(timestamp=10))
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -141,6 +143,30 @@ async def test_what_a_revoked_key_has_open_ends(door: FrontDoor, producer: FakeP
     watching.cancel()
     await door.stop()
     assert producer.sent[-1] == InferenceCancelled(call.request_id, "t")
+
+
+async def test_what_was_opened_while_its_key_was_revoked_ends_at_once(
+    door: FrontDoor, producer: FakeProducer, tenants: FakeTenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The news came between two looks: nothing was open yet, and no other news follows."""
+    watching = asyncio.create_task(door.end_the_revoked())
+    call = Call(1_000, asyncio.get_running_loop().time(), resumed=True)
+    door.dispatcher.register(call.add_leg("r", 0))
+
+    async def revoked_meanwhile(*_: Any) -> Any:
+        tenants.learn(revoked_ms=2)
+        await asyncio.sleep(0)
+        return SimpleNamespace(call=call)
+
+    monkeypatch.setattr(door.resumes, "open", revoked_meanwhile)
+    await asyncio.sleep(0)
+    resumed = await door.resume(CALLER, Wish("any"), asyncio.get_running_loop().time())
+    assert resumed.call.error is not None
+    assert resumed.call.error.reason is Reason.INVALID_API_KEY
+    door.close(call, CALLER)
+    assert not door._served
+    watching.cancel()
+    assert not producer.sent  # whose stream it is, another's, goes on
 
 
 async def test_a_full_door_refuses_and_is_free_again(door: FrontDoor) -> None:

@@ -254,7 +254,7 @@ async def test_a_total_that_differs_from_the_stream_is_a_failure(bridge: Running
 
 async def test_paths_and_methods_that_are_not_there(bridge: RunningBridge) -> None:
     async with bridge.client() as client:
-        missing = await client.get("/v1/embeddings")
+        missing = await client.get("/v1/nothing")
         wrong = await client.get(CHAT)
         model = await client.get("/v1/models/none/such")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")

@@ -142,6 +142,7 @@ async def test_a_page_of_another_origin_may_read_them(bridge: RunningBridge) -> 
     settings = dataclasses.replace(
         bridge.settings,
         port=ports.free_port(),
+        grpc_port=0,
         ops_port=0,
         instance="bridge-tests-cors",
         cors_origins=("https://page.example",),

@@ -41,7 +41,10 @@ async def test_the_docs_page_needs_nothing_from_elsewhere(bridge: RunningBridge)
 def test_the_document_names_every_path_and_resolves_every_reference() -> None:
     text = json.dumps(document())
     paths = {"/v1/chat/completions", "/v1/completions", "/v1/streams/{stream}", "/v1/models", "/v1/models/{model}"}
-    assert set(document()["paths"]) == paths
+    paths |= {"/v1/embeddings", "/v1/classifications"}
+    inference = {path for path in document()["paths"] if path.startswith("/v2")}
+    assert set(document()["paths"]) - inference == paths
+    assert {"/v2", "/v2/models/{model}/infer", "/v2/models/{model}/versions/{version}/infer"} <= inference
     for name in re.findall(r'"#/components/schemas/(\w+)"', text):
         assert name in document()["components"]["schemas"]
     chat = document()["components"]["schemas"]["ChatRequest"]
@@ -66,7 +69,7 @@ async def test_health_and_metrics(bridge: RunningBridge) -> None:
 
 async def test_a_stop_lets_calls_end_leaves_streams_to_be_resumed_and_frees_the_port(bridge: RunningBridge) -> None:
     settings = dataclasses.replace(
-        bridge.settings, port=ports.free_port(), ops_port=0, instance="bridge-stopping", drain_ms=1_500
+        bridge.settings, port=ports.free_port(), grpc_port=0, ops_port=0, instance="bridge-stopping", drain_ms=1_500
     )
     loop = asyncio.get_running_loop()
     other, thread = await loop.run_in_executor(None, start_bridge, settings)
@@ -98,7 +101,7 @@ async def test_a_stop_lets_calls_end_leaves_streams_to_be_resumed_and_frees_the_
 
 
 async def test_a_port_in_use_is_named(bridge: RunningBridge) -> None:
-    settings = dataclasses.replace(bridge.settings, ops_port=0)
+    settings = dataclasses.replace(bridge.settings, grpc_port=0, ops_port=0)
     with pytest.raises(HeadraceError, match=str(bridge.settings.port)):
         await run(settings, asyncio.Event())
 

@@ -32,7 +32,7 @@ async def trim(bridge: RunningBridge) -> None:
 
 
 async def answer(bridge: RunningBridge, answered: InferenceAnswered) -> None:
-    producer = EventProducer(bridge.settings.kafka, "resume-tests")
+    producer = EventProducer(bridge.settings.kafka, "resume-tests", bridge.responder.payloads)
     await producer.start()
     await producer.send_and_wait(ANSWERS, answered, key=answered.request_id)
     await producer.stop()
@@ -81,3 +81,39 @@ async def test_a_failed_answer_is_kept_as_failed(bridge: RunningBridge, other: R
     last = rest[0][0]
     failed, _ = await resume(bridge, request_id, last)
     assert (failed.status_code, failed.json()["error"]["message"]) == (500, "broke")
+
+
+async def test_an_answer_too_large_for_a_record_is_replayed_and_one_that_is_lost_says_so(
+    bridge: RunningBridge, other: RunningBridge
+) -> None:
+    text = "Größe " * 200_000
+    response, events = await stream_events(other, body(messages=script(tokens=["a", "b"], gap_ms=10)))
+    request_id = response.headers["x-request-id"]
+    await trim(other)
+    where = (request_id, TENANT, MODEL, VERSION, "interactive")
+    await answer(bridge, InferenceAnswered(*where, (ChoiceAnswer(0, (0, 1), text, "stop"),), Usage(7, 2)))
+    for door in (bridge, other):
+        _, rest = await resume(door, request_id)
+        assert Told().hear(rest).texts == {0: text}
+    payloads = bridge.responder.payloads
+    assert payloads is not None
+    async for found in payloads.store.listed(f"payloads/{TENANT}"):
+        await payloads.store.delete(found.key)
+    lost, _ = await resume(bridge, request_id)
+    assert (lost.status_code, lost.json()["error"]["code"]) == (500, "payload_lost")
+    assert events
+
+
+async def test_a_chunk_too_large_for_a_record_is_shown_and_one_slow_call_is_not_cut_for_it(
+    bridge: RunningBridge,
+) -> None:
+    text = "y" * 1_500_000
+    for stream in (True, False):
+        payload = body(messages=script(tokens=["a", text, "b"]), stream=stream)
+        if stream:
+            _, events = await stream_events(bridge, payload)
+            assert Told().hear(events).texts == {0: f"a{text}b"}
+        else:
+            async with bridge.client() as client:
+                response = await client.post("/v1/chat/completions", json=payload)
+            assert response.json()["choices"][0]["message"]["content"] == f"a{text}b"

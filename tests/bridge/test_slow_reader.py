@@ -6,20 +6,24 @@ import asyncio
 import contextlib
 import json
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc.aio
 import httpx
 import pytest
 import websockets
 
 from bridge.calls import Call
 from bridge.event_ids import Shape
+from bridge.inference import messages
+from bridge.inference.messages import SERVICE
 from bridge.openai_chat import ChatRendering
 from bridge.servers import ABORT
 from bridge.sse import SseResponse
 from decisions.stream import Input
 from schemas.events import Attempt, ChoiceEnd, GenerationStarted, InferenceCompleted, Timings, TokensGenerated, Usage
-from tests.bridge.conftest import KEY, RunningBridge
+from tests.bridge.conftest import KEY, MODEL, RunningBridge
 from tests.bridge.test_cancel import RawCaller, newest
 from tests.bridge.test_openai_chat import body, script
 
@@ -66,6 +70,47 @@ async def test_a_socket_that_is_not_read_is_cut_and_all_its_requests_cancelled(b
             while True:
                 await ws.recv()
     assert await counted(bridge, "websocket") == before + 1
+
+
+async def test_a_grpc_stream_that_is_not_read_is_cut_and_all_its_requests_cancelled(bridge: RunningBridge) -> None:
+    before = await counted(bridge, "grpc")
+    known = set(bridge.responder.seen)
+    asked = (json.dumps({**FLOOD, "mark": "flood-grpc"}), json.dumps({"first_ms": 60_000, "mark": "quiet-grpc"}))
+    done = asyncio.Event()
+
+    async def requests() -> AsyncIterator[bytes]:
+        for text in asked:
+            yield infer_request(text)
+        await done.wait()
+
+    def of(mark: str) -> str | None:
+        seen = [(name, each.event) for name, each in list(bridge.responder.seen.items()) if name not in known]
+        return next((name for name, event in seen if mark in (event.prompt or "")), None)
+
+    address = f"127.0.0.1:{bridge.settings.grpc_port}"
+    async with grpc.aio.insecure_channel(address, options=(("grpc.http2.bdp_probe", 0),)) as channel:
+        call: Any = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+        stream = call(requests(), metadata=(("authorization", f"Bearer {KEY}"),))
+        await bridge.until(lambda: of("flood-grpc") is not None and of("quiet-grpc") is not None)
+        ids = {of("flood-grpc"), of("quiet-grpc")}
+        async with bridge.client() as client:
+            neighbour = await client.post("/v1/chat/completions", json=body(stream=False))
+        assert neighbour.json()["choices"][0]["message"]["content"] == "abc"
+        await bridge.until(lambda: ids <= set(bridge.responder.cancelled))
+        with pytest.raises(grpc.aio.AioRpcError) as told:
+            while await asyncio.wait_for(stream.read(), 30) is not grpc.aio.EOF:
+                pass
+        done.set()
+    assert dict(told.value.trailing_metadata())["headrace-reason"] == "slow_reader"
+    assert await counted(bridge, "grpc") == before + 1
+
+
+def infer_request(text: str) -> bytes:
+    """A prompt whose answer comes in parts."""
+    found = messages.ModelInferRequest(model_name=MODEL)
+    found.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(text.encode())
+    found.inputs.add(name="stream", datatype="BOOL", shape=[1]).contents.bool_contents.append(True)
+    return bytes(found.SerializeToString())
 
 
 # --- the same, without a network ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import websockets
 
+from bridge.main import WS_ENVELOPE_BYTES
 from bridge.openai_answers import ChatChunk, ErrorAnswer
 from bridge.openai_chat import ChatCall
 from tests.bridge.conftest import KEY, MODEL, REVOKED, RunningBridge
@@ -207,7 +208,8 @@ async def test_a_socket_carries_so_many_requests_and_no_more(bridge: RunningBrid
 async def test_a_message_beyond_the_limit_closes_the_socket(bridge: RunningBridge) -> None:
     async with calling(bridge) as caller:
         with pytest.raises(websockets.ConnectionClosed) as caught:
-            await caller.ask("a", messages=[{"role": "user", "content": "x" * 900_000}])
+            limit = bridge.settings.body_bytes_max + WS_ENVELOPE_BYTES
+            await caller.ask("a", messages=[{"role": "user", "content": "x" * limit}])
             await caller.hear()
     assert caught.value.rcvd is not None
     assert caught.value.rcvd.code == 1009

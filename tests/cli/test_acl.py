@@ -25,14 +25,23 @@ def test_only_endings_write_answers_and_only_the_operator_tenants() -> None:
 
 
 def test_ledgers_are_admissions_alone_and_it_reads_what_they_are_folded_from() -> None:
-    writers = {role.name for role in ROLES if "ledger.*" in role.writes}
-    assert writers == {"admission"}
-    own = [line for line in commands("b:1") if "User:headrace-admission" in line]
-    for topic in ("--topic ledger. --resource-pattern-type prefixed", "--topic lifecycle"):
+    for kept in ("ledger.*", "idempotency.*"):
+        assert {role.name for role in ROLES if kept in role.writes} == {"admission"}
+    own, prefixed = (
+        [line for line in commands("b:1") if "User:headrace-admission" in line],
+        "--resource-pattern-type prefixed",
+    )
+    for topic in (f"--topic ledger. {prefixed}", f"--topic idempotency. {prefixed}", "--topic lifecycle"):
         for operation in ("Read", "Write"):
             assert any(line.endswith(f"--operation {operation} --operation Describe {topic}") for line in own)
     (operator,) = [role for role in ROLES if role.name == "operator"]
     assert operator.reads == ("*",)
+
+
+def test_admission_fills_its_cache_from_answers_and_writes_none() -> None:
+    own = [line for line in commands("b:1") if "User:headrace-admission" in line]
+    assert any(line.endswith("--operation Read --operation Describe --topic answers") for line in own)
+    assert any(line.endswith("--operation Read --group cache") for line in own)
 
 
 def test_every_command_names_the_cluster_and_one_principal() -> None:
@@ -65,3 +74,9 @@ def test_a_name_that_no_tenant_can_have_prints_an_error_alone(more: list[str]) -
     result = CliRunner().invoke(cli, ["topics", "acl", "--bootstrap", "b:1", "--tenant", "../x", *more])
     assert isinstance(result.exception, HeadraceError)
     assert result.stdout == ""
+
+
+def test_the_front_door_writes_to_the_topic_of_each_tier() -> None:
+    own = [line for line in commands("b:1") if "User:headrace-bridge" in line]
+    for tier in ("interactive", "batch"):
+        assert any(line.endswith(f"--operation Write --operation Describe --topic requests.{tier}") for line in own)

@@ -92,9 +92,19 @@ def test_an_answer_from_something_else_is_no_traceback(content: bytes) -> None:
         list(ask(http, {}, Answer()))
 
 
-def test_the_first_model_is_the_default() -> None:
-    with client(lambda _: httpx.Response(200, json={"data": [{"id": "m"}, {"id": "n"}]})) as http:
+def test_the_first_model_that_talks_is_the_default() -> None:
+    takes = {"embeds": "text", "m": "text_input", "n": "text_input"}
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": name} for name in takes]})
+        return httpx.Response(200, json={"inputs": [{"name": takes[request.url.path.rpartition("/")[2]]}]})
+
+    with client(handler) as http:
         assert first_model(http) == "m"
+        del takes["m"], takes["n"]
+        with pytest.raises(HeadraceError, match="no model that talks"):
+            first_model(http)
     with (
         client(lambda _: httpx.Response(200, json={"data": []})) as http,
         pytest.raises(HeadraceError, match="no model is served"),

@@ -19,11 +19,15 @@ from cli.main import cli
 from infra.dead_letters import dead_letter
 from infra.grants import read as read_grant
 from infra.log import EventDecoder, EventProducer
+from infra.objects import DEFAULT_FOLDER
+from infra.payloads import Payloads
 from infra.read import read_to_end
-from infra.settings import KafkaSettings, grant_secret
+from infra.settings import KafkaSettings, ProcessSettings, grant_secret
 from schemas.codec import encode
 from schemas.errors import HeadraceError
-from schemas.events import InferenceRequested, InferenceScheduled, Message, Reply, Sampling
+from schemas.events import InferenceRequested, InferenceScheduled, Message, PayloadStored, Reply, Sampling
+from schemas.ids import request_id
+from schemas.payloads import Stored, key_of
 from schemas.topics import GRANT_HEADER, TOKENS, requests_topic
 
 pytestmark = pytest.mark.kafka
@@ -171,3 +175,101 @@ async def found_request(kafka: KafkaSettings, tier: str, request_id: str) -> tup
                 found.append((record, event))
     (one,) = found
     return one
+
+
+# --- what is kept by reference ------------------------------------------------------------------------------------------
+
+
+MEGABYTES = "x" * 1_500_000
+
+
+def keep(event: Stored, tenant: str, tmp_path: Path) -> PayloadStored:
+    """Puts an event into the object store, as whoever wrote the record did."""
+
+    async def work() -> PayloadStored:
+        payloads = Payloads.of(ProcessSettings(data_dir=tmp_path))
+        try:
+            return await payloads.put(event, None, tenant)
+        finally:
+            await payloads.close()
+
+    return asyncio.run(work())
+
+
+def large_request(old_id: str) -> InferenceRequested:
+    return InferenceRequested(old_id, "m", messages=(Message("user", MEGABYTES),), user="large")
+
+
+def old_id() -> str:
+    return request_id(0, secrets.token_bytes(10))
+
+
+def whole(kafka: KafkaSettings, tier: str, new_id: str, tmp_path: Path) -> tuple[PayloadStored, InferenceRequested]:
+    """What a request's record refers to, and the request."""
+
+    async def work() -> tuple[PayloadStored, InferenceRequested]:
+        payloads = Payloads.of(ProcessSettings(data_dir=tmp_path))
+        decoder = EventDecoder(kafka, payloads)
+        try:
+            async for record in read_to_end(kafka, requests_topic(tier)):
+                with suppress(HeadraceError):
+                    reference = await decoder.decode_record(record.value)
+                    if isinstance(reference, PayloadStored) and reference.request_id == new_id:
+                        request = await decoder.follow(reference)
+                        assert isinstance(request, InferenceRequested)
+                        return reference, request
+        finally:
+            await payloads.close()
+        raise AssertionError(f"nobody asked {new_id}")
+
+    return asyncio.run(work())
+
+
+def test_a_request_in_the_object_store_is_asked_again_under_a_new_id(
+    run: Run, kafka: KafkaSettings, tmp_path: Path
+) -> None:
+    tenant, topic = f"t{secrets.token_hex(4)}", requests_topic("interactive")
+    run("tenants", "create", tenant)
+    kept = keep(large_request(old_id()), tenant, tmp_path)
+    put_aside(kafka, Raw(topic, encode(kept), tenant.encode()))
+    number = str(listed(run, topic)[-1]["id"])
+    shown = json.loads(run("dead-letters", "show", number, "--json").stdout)
+    assert (shown["stored"]["digest"], shown["event"]["user"]) == (kept.digest, "large")
+
+    asked = json.loads(run("dead-letters", "retry", number, "--json").stdout)
+    reference, request = whole(kafka, "interactive", asked["request_id"], tmp_path)
+    assert asked["request_id"] != kept.request_id
+    assert (reference.tenant, request.messages) == (tenant, (Message("user", MEGABYTES),))
+
+
+def test_work_in_the_object_store_is_asked_again_with_its_token_ids(
+    run: Run, kafka: KafkaSettings, topic: str, tmp_path: Path
+) -> None:
+    tenant, ids = f"t{secrets.token_hex(4)}", tuple(range(300_000))
+    run("tenants", "create", tenant)
+    reply = Reply(TOKENS, 3)
+    work = InferenceScheduled(old_id(), tenant, "m", "1", "batch", ids, Sampling(), 10, 5, reply, "salt")
+    put_aside(kafka, Raw(topic, encode(keep(work, tenant, tmp_path)), b"a partition"))
+    (letter,) = listed(run, topic)
+    asked = json.loads(run("dead-letters", "retry", str(letter["id"]), "--json").stdout)
+    _, request = whole(kafka, "batch", asked["request_id"], tmp_path)
+    assert (request.model, request.prompt_token_ids) == ("m", ids)
+
+
+def test_a_request_whose_object_is_gone_or_another_tenants_is_not_asked_again(
+    run: Run, kafka: KafkaSettings, tmp_path: Path
+) -> None:
+    tenant, owner, topic = f"t{secrets.token_hex(4)}", f"t{secrets.token_hex(4)}", requests_topic("batch")
+    for name in (tenant, owner):
+        run("tenants", "create", name)
+    foreign, gone = keep(large_request(old_id()), owner, tmp_path), keep(large_request(old_id()), tenant, tmp_path)
+    (tmp_path / DEFAULT_FOLDER / key_of(gone)).unlink()
+    put_aside(kafka, *(Raw(topic, encode(kept), tenant.encode()) for kept in (foreign, gone)))
+    theirs, lost = (str(letter["id"]) for letter in listed(run, topic)[-2:])
+
+    result = run("dead-letters", "retry", theirs, lost, "--json", status=1)
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert (first["state"], second["state"]) == ("open", "open")
+    assert "another tenant's" in first["error"]
+    assert "gone from the object store" in second["error"]
+    assert "another tenant's" in run("dead-letters", "retry", lost, "--tenant", owner, "--json", status=1).stdout

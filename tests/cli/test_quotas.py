@@ -17,8 +17,8 @@ from cli.context import run_async
 from cli.main import cli
 from cli.registry import now_ms, read_states, write
 from cli.usage import usages
-from decisions.accounts import _saved
 from decisions.ledger import Cost, hold, settle
+from decisions.ledger_rows import saved_counter
 from decisions.quota import limits_for
 from infra.kafka import make_consumer
 from infra.log import EventProducer
@@ -151,7 +151,13 @@ def test_what_cant_be_meant_is_refused_and_changes_nothing(
 ) -> None:
     name, _ = tenant
     one = ("--tokens-per-day", "1")
-    run("set-quota", name, "--tier", "interactive", usage="Give at least one limit or unlimited or remove")
+    run(
+        "set-quota",
+        name,
+        "--tier",
+        "interactive",
+        usage="Give at least one limit or reserved percent or unlimited or remove",
+    )
     run("set-quota", name, "--tier", "interactive", *one, "--unlimited", usage="Give at least one limit")
     run("set-quota", name, "--tier", "interactive", *one, "--remove", usage="Give at least one limit")
     run("set-quota", name, "--tier", "gold", *one, usage="gold is not one of")
@@ -346,7 +352,7 @@ async def _end_of(kafka: KafkaSettings, tenant: str) -> tuple[int, int]:
 
 def _row(tenant: str, through: int, counters: Any, requests: int | None = None) -> LedgerSaved:
     kept = tuple(
-        _saved(scope, counter if requests is None else replace(counter, requests_total=requests))
+        saved_counter(scope, counter if requests is None else replace(counter, requests_total=requests))
         for scope, counter in counters.items()
     )
     return LedgerSaved(tenant, SHADOW, through, now_ms(), counters=kept)
@@ -393,3 +399,21 @@ def test_named_scopes_are_shown_before_they_are_used_and_each_model_once_it_is()
         ("model named", "own"),
     ]
     assert [gauge.remaining for one in used for gauge in one.gauges] == [2, 0, 95, 100]
+
+
+def test_slots_are_reserved_beside_the_default_quotas_and_no_more_than_there_are(run: Run) -> None:
+    model, (gold, silver) = fresh("reserved"), (fresh("gold"), fresh("silver"))
+    for name in (gold, silver):
+        run("create", name)
+    some = ("--tier", "interactive", "--model", model, "--reserved-percent")
+    (set_quota,) = lines(run("set-quota", gold, *some, "70", "--json"))
+    assert set_quota["quotas"] == [{"tier": "interactive", "key_id": "", "model": model, "reserved_percent": 70}]
+    assert "70 % of the slots reserved" in run("quotas", gold).output
+    run("set-quota", silver, *some, "40", fails="reserved_percent 30 percent of")
+    run("set-quota", silver, *some, "30")
+    run("set-quota", gold, *some, "60")
+    run("set-quota", silver, *some, "40")
+    run("set-quota", gold, "--tier", "interactive", "--reserved-percent", "5", fails="name the model")
+    run("set-quota", "--default", *some, "5", usage="Slots are reserved for one tenant")
+    run("set-quota", gold, *some[:-1], "--remove")
+    assert "reserved" not in run("quotas", gold).output

@@ -12,6 +12,7 @@ from schemas.events import (
     GenerationTakenOver,
     InferenceCompleted,
     InferenceFailed,
+    InferenceJoined,
     InferenceRejected,
     InferenceRequested,
     InferenceScheduled,
@@ -170,3 +171,15 @@ def test_short_runs_stay_whole() -> None:
     for number in range(5):
         log.write(number, "tokens", chunk(FIRST, number))
     assert not any(isinstance(item, list) for item in runs(build(ID, log.records).steps))
+
+
+def test_a_repeat_tells_whose_stream_is_its_answer() -> None:
+    log = Log()
+    asked(log)
+    first = "0193b5c0-0000-7000-8000-000000000000"
+    joined = InferenceJoined(ID, "acme", "m", "interactive", first, Reply("tokens", 2), 900)
+    for topic in ("tokens", "lifecycle"):
+        log.write(1_020, topic, joined)
+    timeline = build(ID, log.records)
+    assert timeline.facts["outcome"] == f"joined {first}"
+    assert timeline.steps[-1].detail == f"asked before: its answer is the stream of {first} on tokens:2"

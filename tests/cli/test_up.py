@@ -17,6 +17,7 @@ from cli.up import show_addresses, supervise
 from infra import ports
 from infra.models_file import SCRIPTED, ModelEntry
 from infra.up_file import UpFile
+from schemas.processors import BYTES_CLASSIFICATION, EMBEDDING
 
 MODEL = ModelEntry("small", "1", "scripted", SCRIPTED, context_length=100)
 
@@ -38,6 +39,25 @@ def test_the_curl_it_shows_asks_for_a_short_answer(tmp_path: Path) -> None:
     body = json.loads(words[words.index("-d") + 1])
     assert (body["model"], body["stream"]) == (MODEL.name, True)
     assert (body["max_tokens"], body["temperature"]) == (64, 0)
+
+
+def shown(tmp_path: Path, *models: ModelEntry) -> str:
+    out, text = console()
+    stack = Stack(StackOptions(tmp_path, models, kafka_port=0, port=ports.free_port()), Board(out))
+    show_addresses(stack, out, None)
+    return text.getvalue()
+
+
+def test_only_a_model_that_talks_is_asked_to_talk(tmp_path: Path) -> None:
+    embeds = ModelEntry("embeds", "1", "onnx", "package:x", 100, processor=EMBEDDING)
+    sorts = ModelEntry("sorts", "1", "onnx", "package:y", 100, processor=BYTES_CLASSIFICATION)
+    (line,) = (line for line in shown(tmp_path, embeds, MODEL).splitlines() if line.strip().startswith("curl "))
+    assert f'"model": "{MODEL.name}"' in line
+    silent = shown(tmp_path, embeds, sorts)
+    assert "curl" not in silent
+    assert "headrace chat" not in silent
+    assert " embed embeds " in silent
+    assert " classify sorts FILE" in silent
 
 
 async def test_a_second_one_says_only_that_there_is_a_first(tmp_path: Path) -> None:

@@ -27,11 +27,15 @@ class Bench:
     engine: Engine
     tokenizer: Tokenizer
     runs: int = 0
+    shared: bool = False
 
     def request(self, sampling: Sampling = GREEDY, text: str = PROMPT, accepted: tuple[int, ...] = ()) -> EngineRequest:
         self.runs += 1
         prompt = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        return EngineRequest(f"contract-{self.runs}", prompt + accepted, sampling, len(accepted), "salt")
+        key = f"contract-{self.runs}"
+        return EngineRequest(
+            key, prompt + accepted, sampling, len(accepted), "salt", shared="answer" if self.shared else ""
+        )
 
     async def chunks(self, request: EngineRequest) -> list[EngineChunk]:
         async with asyncio.timeout(WAIT_S), aclosing(self.engine.generate(request)) as stream:

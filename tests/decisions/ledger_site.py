@@ -24,6 +24,11 @@ LATER_MS = STEP_BACK_MS + GRAIN_MS
 """A charge counts at most so much longer than from its own moment on: after a step back, and as long as the last of its slot."""
 
 
+def saved(accounts: Accounts, committed: int, saved_ms: int, *, last: bool = True) -> list[LedgerSaved]:
+    """The rows as they are written."""
+    return [row.event() for row in accounts.save(committed, saved_ms, last=last)]
+
+
 @dataclass(eq=False)
 class Flying:
     """A verdict on its way to the log, because of the request at `offset`.
@@ -230,12 +235,12 @@ class Site:
 
     def save(self, one: Former, random: Random, *, written: bool) -> None:
         """Write the rows, then the mark; if that fails, some are written all the same."""
-        rows = one.accounts.save(one.committed, self.newest_ms)
+        rows = one.accounts.save(one.committed, self.newest_ms, last=random.random() < 0.5)
         if not written:
             one.accounts.unsaved(rows)
             others = [row for row in rows if row.tenant and random.random() < 0.5]
             rows = rows if random.random() < 0.2 else others
-        self.rows += [(one.writer, row) for row in rows]
+        self.rows += [(one.writer, row.event()) for row in rows]
 
     @property
     def present(self) -> Former:

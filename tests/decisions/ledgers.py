@@ -51,11 +51,11 @@ ONE_LIMIT = st.one_of(
 """A quota of all keys and models with a single limit: of several, one would hide another."""
 
 
-def settled_all(counter: Counter) -> Counter:
-    """As if all that runs had ended, having used all it held."""
+def settled_all(counter: Counter, *, used: bool = True) -> Counter:
+    """As if all that runs had ended, having used all it held, or nothing."""
 
     def spent(charges: Charges) -> Charges:
-        slots = tuple(replace(slot, spent=slot.spent + slot.held, held=0) for slot in charges.slots)
+        slots = tuple(replace(slot, spent=slot.spent + slot.held * used, held=0) for slot in charges.slots)
         return Charges(slots, charges.requests, sum(slot.spent for slot in slots))
 
     return replace(
@@ -89,10 +89,10 @@ class Tenant:
     def end(self, index: int, used: int) -> None:
         self.counters |= settle(self.counters, self.holds[index], used)
 
-    def idle(self) -> Tenant:
-        """The same tenant once all that runs has ended, having used all it held."""
+    def idle(self, *, used: bool = True) -> Tenant:
+        """The same tenant once all that runs has ended, having used all it held, or nothing."""
         other = Tenant(*self.quotas)
-        other.counters = {scope: settled_all(counter) for scope, counter in self.counters.items()}
+        other.counters = {scope: settled_all(counter, used=used) for scope, counter in self.counters.items()}
         return other
 
     def rates(self, at: int = 0, key: str = "k1", model: str = "m") -> Rates:

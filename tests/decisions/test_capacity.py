@@ -2,10 +2,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decisions.capacity import can_guarantee, has_room, kept
+from decisions.capacity import can_guarantee, has_room, kept, reserved_percent, slots_of
+from schemas.parts import Quota
 
 CAPACITY = 20
 TENANTS = st.sampled_from(["a", "b", "c", "d"])
@@ -48,3 +50,33 @@ def test_a_guarantee_is_kept_whatever_others_do_and_the_pool_is_never_overfull(
         assert in_use.total() <= kept(guaranteed, in_use) <= CAPACITY
         for promised, least in guaranteed.items():
             assert has_room(CAPACITY, guaranteed, in_use, promised, least - in_use[promised])
+
+
+@pytest.mark.parametrize(
+    ("percents", "slots", "kept_for"),
+    [
+        ({"a": 25}, 16, {"a": 4}),
+        ({"a": 25}, 2, {"a": 1}),
+        ({"a": 1, "b": 1}, 8, {"a": 1, "b": 1}),
+        ({"a": 60, "b": 40}, 3, {"a": 2, "b": 1}),
+        ({"a": 30, "b": 30, "c": 30}, 2, {"a": 1, "b": 1}),
+        ({}, 8, {}),
+    ],
+)
+def test_a_share_is_kept_of_each_workers_slots(percents: dict[str, int], slots: int, kept_for: dict[str, int]) -> None:
+    assert slots_of(percents, slots) == kept_for
+
+
+@given(st.dictionaries(TENANTS, st.integers(1, 25)), st.integers(1, 64))
+def test_a_worker_never_keeps_more_than_it_has_nor_less_than_was_promised(percents: dict[str, int], slots: int) -> None:
+    found = slots_of(percents, slots)
+    assert can_guarantee(slots, found) or not found
+    if slots >= 100 // 25 * len(percents):
+        assert all(found[who] * 100 >= slots * percent for who, percent in percents.items())
+
+
+def test_what_is_reserved_counts_for_its_own_tier_and_model_alone() -> None:
+    quotas = [Quota("interactive", "", "m", reserved_percent=30), Quota("interactive", "", "m2", 5)]
+    assert reserved_percent(quotas, "interactive", "m") == 30
+    assert reserved_percent(quotas, "batch", "m") == 0
+    assert reserved_percent(quotas, "interactive", "m2") == 0

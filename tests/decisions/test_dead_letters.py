@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from decisions.dead_letters import asked_again, tenant_of, tier_of
+from decisions.dead_letters import asked_again, followed, tenant_of, tier_of
 from schemas.errors import HeadraceError
-from schemas.events import InferenceCancelled, InferenceRequested, InferenceScheduled, Message, Reply, Sampling
-from schemas.topics import TOKENS
+from schemas.events import (
+    InferenceCancelled,
+    InferenceRequested,
+    InferenceScheduled,
+    Message,
+    PayloadStored,
+    Reply,
+    Sampling,
+)
+from schemas.ids import request_id
+from schemas.payloads import claim
+from schemas.topics import REQUEST_MAX_BYTES, TOKENS
 
 REQUESTED = InferenceRequested("old", "m", messages=(Message("user", "hi"),), timeout_ms=5_000)
 SCHEDULED = InferenceScheduled(
@@ -43,3 +55,39 @@ def test_work_names_its_tenant_and_a_request_s_key_does() -> None:
     assert tenant_of(b"a request's id", SCHEDULED) == "acme"
     assert tenant_of(b"acme", REQUESTED) == "acme"
     assert tenant_of(None, REQUESTED) is None
+
+
+def reference(event: str = "InferenceRequested", tenant: str = "acme", size_bytes: int = 1_000_000) -> PayloadStored:
+    return PayloadStored(request_id(0, bytes(10)), tenant, event, "0" * 64, size_bytes)
+
+
+def test_a_reference_names_its_tenant_where_its_key_does_not() -> None:
+    assert tenant_of(b"a partition", reference("InferenceScheduled")) == "acme"
+    assert tenant_of(None, reference()) == "acme"
+    assert tenant_of(b"other", reference()) == "other"
+
+
+@pytest.mark.parametrize("event", ["InferenceRequested", "InferenceScheduled"])
+def test_a_tenants_own_requests_and_work_are_followed_and_no_others(event: str) -> None:
+    followed(reference(event), "acme")
+    with pytest.raises(HeadraceError, match="another tenant's"):
+        followed(reference(event), "other")
+    with pytest.raises(HeadraceError, match="at most"):
+        followed(reference(event, size_bytes=2 * REQUEST_MAX_BYTES), "acme")
+    with pytest.raises(HeadraceError, match="tenant"):
+        followed(reference(event, tenant="../acme"), "../acme")
+
+
+@pytest.mark.parametrize("event", ["InferenceCompleted", "TokensGenerated", "nothing"])
+def test_what_a_reference_says_is_no_request_is_not_followed(event: str) -> None:
+    with pytest.raises(HeadraceError, match="drop it"):
+        followed(reference(event), "acme")
+
+
+@pytest.mark.parametrize("event", [replace(REQUESTED, messages=None, prompt_token_ids=(1, 2)), SCHEDULED])
+def test_token_ids_may_take_as_much_as_a_request_of_them(event: InferenceRequested | InferenceScheduled) -> None:
+    """Four bytes each, which is more than the same text."""
+    found, _ = claim(replace(event, request_id=request_id(0, bytes(10))), None, "acme", "avro")
+    followed(replace(found, size_bytes=REQUEST_MAX_BYTES + REQUEST_MAX_BYTES // 2), "acme")
+    with pytest.raises(HeadraceError, match="at most"):
+        followed(replace(found, size_bytes=3 * REQUEST_MAX_BYTES), "acme")

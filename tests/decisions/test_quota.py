@@ -11,6 +11,7 @@ from decisions.ledger import GRAIN_MS, STEP_BACK_MS
 from decisions.quota import (
     EACH,
     ENDING_WAIT_MS,
+    HELD_WAIT_MS,
     KINDS,
     LIMIT_MAX,
     QUOTAS_MAX,
@@ -85,6 +86,17 @@ def test_a_budget_is_free_again_when_its_period_ends() -> None:
     assert tenant.ask(30, at=MIDNIGHT - NOW) is None
 
 
+def test_a_budget_that_is_only_reserved_is_asked_for_again_in_a_minute() -> None:
+    tenant = Tenant(quota(tokens_per_day=100))
+    assert [tenant.ask(40), tenant.ask(40)] == [None, None]
+    assert tenant.refused(30).retry_after_ms == HELD_WAIT_MS
+    tenant.end(0, 2)
+    assert tenant.ask(30, at=HELD_WAIT_MS) is None
+    tenant.end(1, 40)
+    tenant.end(2, 30)
+    assert tenant.refused(30, at=HELD_WAIT_MS).retry_after_ms == MIDNIGHT - NOW - HELD_WAIT_MS
+
+
 def test_what_runs_over_midnight_counts_until_it_ends() -> None:
     tenant = Tenant(quota(tokens_per_day=100))
     assert tenant.ask(80) is None
@@ -107,7 +119,7 @@ def test_every_limit_that_matches_must_have_room_and_the_longest_wait_is_told() 
     tenant = Tenant(quota(requests_per_minute=1), quota(key_id="k1", tokens_per_day=100))
     assert tenant.ask(80) is None
     refusal = tenant.refused(80, at=10)
-    assert refusal.retry_after_ms == MIDNIGHT - NOW - 10
+    assert refusal.retry_after_ms == HELD_WAIT_MS, "the day's, of which nothing is spent yet"
     assert "key k1" in refusal.message
     assert tenant.refused(80, at=10, key="k2").retry_after_ms == 59_990
 
@@ -288,7 +300,8 @@ def test_a_refused_request_is_let_in_when_it_was_told_and_not_a_millisecond_befo
     if refusal is None or refusal.retry_after_ms is None:
         return
     assert refusal.retry_after_ms > 0
-    assert tenant.idle().ask(tokens, at + refusal.retry_after_ms) is None
+    left = tenant.idle(used=refusal.retry_after_ms != HELD_WAIT_MS)
+    assert left.ask(tokens, at + refusal.retry_after_ms) is None
     earlier = data.draw(st.integers(0, refusal.retry_after_ms - 1))
     tenant.refused(tokens, at + earlier)
 

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decisions.validation import LOGIT_BIAS_MAX, MESSAGES_MAX, problem, sampling_problem, vocabulary_problem
-from schemas.events import InferenceRequested, Message, Sampling
+from schemas.events import InferenceRequested, Message, Sampling, Tensor
 
 ID = "01900000-0000-7000-8000-000000000000"
 LIMIT = 1_000
+INPUTS = (Tensor("x", "UINT8", (1,), b"a"),)
 GOOD = InferenceRequested(ID, "m", prompt="hello")
 
 
@@ -26,6 +27,7 @@ def test_a_plain_request_has_no_fault() -> None:
     assert param(replace(GOOD, prompt=None, messages=(Message("user", "hi", name="ann"),))) is None
     assert param(replace(GOOD, prompt=None, prompt_token_ids=(1,))) is None
     assert param(replace(GOOD, timeout_ms=1, user="u")) is None
+    assert param(replace(GOOD, prompt=None, inputs=INPUTS, outputs=("y",), parameters={"top_k": "1"})) is None
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,10 @@ def test_a_plain_request_has_no_fault() -> None:
         ({"prompt": None, "messages": (Message("user", "x"),) * (MESSAGES_MAX + 1)}, "messages"),
         ({"prompt": None, "messages": (Message("user", "x"), Message("robot", "x"))}, "messages[1].role"),
         ({"prompt": None, "messages": (Message("user", "x", name=""),)}, "messages[0].name"),
+        ({"prompt": None, "inputs": INPUTS, "sampling": Sampling(n=2)}, "sampling.n"),
+        ({"prompt": None, "inputs": INPUTS, "outputs": ("y" * 257,)}, "outputs[0]"),
+        ({"outputs": ("y",)}, "outputs"),
+        ({"parameters": {"top_k": "1"}}, "parameters"),
         ({"timeout_ms": 0}, "timeout_ms"),
         ({"timeout_ms": -1}, "timeout_ms"),
         ({"timeout_ms": 86_400_001}, "timeout_ms"),

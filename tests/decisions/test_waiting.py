@@ -125,3 +125,18 @@ def test_a_queue_has_its_depth_by_tier() -> None:
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.param, refusal.retry_after_ms) == (Reason.OVERLOADED, "model", 1_000)
     assert isinstance(checked(world(4), 100_000, max_queue_depth={"batch": 1}), Case)
+
+
+def test_a_pool_of_another_tier_is_nobodys_worker_here() -> None:
+    idle = worker("b", {}, slots=8, tiers=("batch",))
+    alone = checked(FakeWorld(seen=[idle], start_up=60_000))
+    assert isinstance(alone, Refusal)
+    assert (alone.reason, alone.retry_after_ms) == (Reason.NO_WORKER, 55_000)
+
+    own = worker("a", {0: 0}, slots=1, service_ms=1_000, tiers=("interactive",))
+    beside = FakeWorld(seen=[own, idle], ends={(WORK, 0): 10})
+    late, many = checked(beside), checked(beside, 100_000, max_queue_depth={"interactive": 3})
+    assert isinstance(late, Refusal)
+    assert isinstance(many, Refusal)
+    assert (late.reason, late.retry_after_ms) == (Reason.OVERLOADED, 5_000)
+    assert (many.reason, many.param) == (Reason.OVERLOADED, "model")

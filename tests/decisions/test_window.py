@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from decisions.window import (
     PASSED_MAX,
+    Room,
     Standing,
     Waiting,
     Window,
@@ -17,6 +18,8 @@ from decisions.window import (
     confirm,
     expired,
     finish,
+    guest_slots,
+    interactive_slots,
     room,
     take,
     window_records,
@@ -212,6 +215,115 @@ def test_however_much_comes_of_a_higher_tier_a_suspect_gets_its_turn(standings: 
         if taken % 2:
             under_way = under_way[1:]
         assert begun <= PASSED_MAX + 1
+
+
+@pytest.mark.parametrize(
+    ("records", "under_way", "room", "chosen"),
+    [
+        # One slot of four is interactive's alone: batch has the other three.
+        ([waiting("batch")], [waiting("batch")] * 2, Room(4, 1), 0),
+        ([waiting("batch")], [waiting("batch")] * 3, Room(4, 1), None),
+        ([waiting("shadow")], [waiting("batch")] * 3, Room(4, 1), None),
+        ([waiting("batch"), waiting()], [waiting("batch")] * 3, Room(4, 1), 1),
+        ([waiting("batch")], running(a=3), Room(4, 1), 0),
+        # An answer that was begun elsewhere goes on at once.
+        ([waiting("batch", standing=BEGUN)], [waiting("batch")] * 3, Room(4, 1), 0),
+        # What is promised to gold is left free by others, and gold finds it.
+        ([waiting(tenant="a")], running(a=2), Room(4, guaranteed={("interactive", "gold"): 2}), None),
+        (
+            [waiting(tenant="a"), waiting(tenant="gold")],
+            running(a=2),
+            Room(4, guaranteed={("interactive", "gold"): 2}),
+            1,
+        ),
+        ([waiting(tenant="a")], running(a=2, gold=2), Room(5, guaranteed={("interactive", "gold"): 2}), 0),
+        ([waiting(tenant="gold")], running(gold=3), Room(4, guaranteed={("interactive", "gold"): 2}), 0),
+        # When all are taken, only a newcomer's live call finds a guest's slot.
+        ([waiting(tenant="a"), waiting("batch", "new"), waiting(tenant="new")], running(a=8), Room(8, 1, 1), 2),
+        ([waiting(tenant="a"), waiting(tenant="b")], running(a=7, b=1), Room(8, 1, 1), None),
+        ([waiting(tenant="a", standing=BEGUN)], running(a=8), Room(8, 1, 1), None),
+        ([waiting(tenant="a")], running(a=2), Room(8, 1, 1, used=8), None),
+        # A promise is of one tier.
+        ([waiting("batch", "gold")], running(a=2), Room(4, guaranteed={("interactive", "gold"): 2}), None),
+    ],
+)
+def test_slots_are_kept_for_interactive_requests_and_for_promises(
+    records: list[Waiting], under_way: list[Waiting], room: Room, chosen: int | None
+) -> None:
+    assert choose(records, under_way, room) == chosen
+
+
+def several(record: Waiting, slots: int) -> Waiting:
+    return replace(record, slots=slots)
+
+
+@pytest.mark.parametrize(
+    ("records", "under_way", "room", "chosen"),
+    [
+        # A batch request for four answers isn't begun where three of them would wait for interactive's slot.
+        ([several(waiting("batch"), 4)], [waiting("batch")] * 4, Room(8, 1), None),
+        ([several(waiting("batch"), 4)], [waiting("batch")] * 3, Room(8, 1), 0),
+        ([waiting("batch")], [several(waiting("batch"), 7)], Room(8, 1), None),
+        # One that is larger than all there is for it has that for itself.
+        ([several(waiting("batch"), 8)], [], Room(4, 1), 0),
+        # What a tenant's answers take counts as its own.
+        (
+            [waiting(tenant="a"), waiting(tenant="b", taken=9)],
+            [several(waiting(tenant="a"), 3), *running(b=2)],
+            Room(8),
+            1,
+        ),
+        ([several(waiting(tenant="a"), 2)], running(a=1), Room(4, guaranteed={("interactive", "gold"): 2}), None),
+    ],
+)
+def test_a_request_for_several_answers_takes_as_many_slots(
+    records: list[Waiting], under_way: list[Waiting], room: Room, chosen: int | None
+) -> None:
+    assert choose(records, under_way, room) == chosen
+
+
+@pytest.mark.parametrize(
+    ("configured", "slots", "tiers", "kept"),
+    [
+        (None, 16, ["interactive", "batch"], 2),
+        (None, 4, ["interactive", "batch"], 1),
+        (None, 1, ["interactive", "batch"], 0),
+        (None, 16, ["interactive"], 0),
+        (None, 16, ["batch"], 0),
+        (5, 16, ["interactive", "batch"], 5),
+        (0, 16, ["interactive", "batch"], 0),
+        (16, 16, ["interactive", "batch"], 15),
+    ],
+)
+def test_one_slot_in_eight_is_interactives_where_nothing_else_is_said(
+    configured: int | None, slots: int, tiers: list[str], kept: int
+) -> None:
+    assert interactive_slots(configured, slots, tiers) == kept
+
+
+@given(
+    arrivals=st.lists(st.lists(RECORD, max_size=4), max_size=30),
+    slots=st.integers(2, 6),
+    ends=st.lists(st.integers(0, 99), max_size=30),
+)
+def test_no_slot_that_somebody_may_use_stays_empty_and_batch_never_takes_interactives(
+    arrivals: list[list[Waiting]], slots: int, ends: list[int]
+) -> None:
+    room, queue, under_way = Room(slots, 1), list[Waiting](), list[Waiting]()
+    for number, records in enumerate(arrivals):
+        queue += [replace(record, taken=number, standing=FRESH) for record in records]
+        while len(under_way) < slots and (index := choose(queue, under_way, room)) is not None:
+            under_way.append(queue.pop(index))
+        assert sum(record.tier != "interactive" for record in under_way) <= slots - 1
+        if len(under_way) < slots:
+            assert all(record.tier != "interactive" for record in queue)
+            assert not queue or len(under_way) == slots - 1
+        if under_way and number < len(ends):
+            under_way.pop(ends[number] % len(under_way))
+
+
+def test_one_guest_in_eight_slots() -> None:
+    assert [guest_slots(slots) for slots in (1, 7, 8, 16, 33)] == [0, 0, 1, 2, 4]
 
 
 def test_a_deadline_is_past_from_its_own_millisecond_on() -> None:

@@ -53,11 +53,12 @@ def worker(
     topic: str = WORK,
     service_ms: float = 0.0,
     started_ms: int = 0,
+    tiers: tuple[str, ...] = (),
 ) -> Seen:
     """A worker that has committed up to these offsets of its partitions."""
     held = tuple(PartitionReport(topic, partition, committed, 0) for partition, committed in partitions.items())
     report = WorkerReported(
-        worker_id, "m", "v1", state, held, slots, running, 0, service_ms=service_ms, started_ms=started_ms
+        worker_id, "m", "v1", state, held, slots, running, 0, service_ms=service_ms, started_ms=started_ms, tiers=tiers
     )
     return Seen(report, seen_ms)
 
@@ -80,6 +81,8 @@ class FakeWorld:
     start_up: int | None = None
     used: dict[tuple[int, str], dict[str, Counter]] = field(default_factory=dict)
     """By partition and tenant, the counters."""
+    under_way: dict[str, int] = field(default_factory=dict)
+    """By tenant, the requests that are admitted and haven't ended."""
 
     def start_up_ms(self, _model: str, _version: str) -> int | None:
         return self.start_up
@@ -95,6 +98,9 @@ class FakeWorld:
 
     def partitions(self, topic: str) -> int | None:
         return self.topics.get(topic)
+
+    def open_requests(self, partition: int, tenant: str, model: str, version: str) -> int:
+        return self.under_way.get(tenant, 0)
 
     def counters(self, partition: int, tenant: str) -> Counters:
         return self.used.get((partition, tenant), {})

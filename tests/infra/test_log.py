@@ -36,6 +36,43 @@ async def producer(kafka: KafkaSettings):
     await producer.stop()
 
 
+async def test_records_written_together_stand_together(kafka: KafkaSettings, producer: EventProducer, topic: str):
+    groups = [[InferenceCancelled(f"r{group}.{number}", "t") for number in range(9)] for group in range(20)]
+    between = [InferenceCancelled(f"alone {number}", "t") for number in range(200)]
+
+    async def together(events: list[InferenceCancelled]) -> int:
+        sent = await producer.send_together(topic, events, key="k", partition=1, headers=[("traceparent", b"x")])
+        return int((await sent).offset)
+
+    async def alone() -> None:
+        await asyncio.gather(*[await producer.send(topic, event, key="a", partition=1) for event in between])
+
+    other = asyncio.create_task(alone())
+    offsets = await asyncio.gather(*map(together, groups))
+    await other
+    records = [record async for record in read_to_end(kafka, topic)]
+    codec = Codec()
+    for first, group in zip(offsets, groups, strict=True):
+        found = [record for record in records if first <= record.offset < first + 9]
+        assert [codec.decode(record.value) for record in found] == group
+        assert {(record.key, record.headers) for record in found} == {(b"k", (("traceparent", b"x"),))}
+    assert len(records) == 20 * 9 + 200
+    assert producer.outstanding == 0
+
+
+async def test_what_is_too_large_together_is_not_written_at_all(
+    producer: EventProducer, topic: str, kafka: KafkaSettings
+):
+    large = InferenceCancelled("x" * 700_000, "t")
+    with pytest.raises(RecordTooLarge):
+        await producer.send_together(topic, [large, large, large], key="k", partition=0)
+    with pytest.raises(NoSuchPartition):
+        await producer.send_together(topic, [large], key="k", partition=99)
+    await (await producer.send_together(topic, [large, large], key="k", partition=0, encoding="json"))
+    assert await values(kafka, topic) == [encode_json(large)] * 2
+    await producer.send_and_wait(topic, large, partition=0)
+
+
 async def values(settings: KafkaSettings, topic: str) -> list[bytes | None]:
     return [record.value async for record in read_to_end(settings, topic)]
 

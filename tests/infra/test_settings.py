@@ -15,6 +15,8 @@ from infra.settings import (
     BridgeSettings,
     EndingsSettings,
     KafkaSettings,
+    LifecycleSettings,
+    ObjectSettings,
     ProcessSettings,
     SettingsError,
     WorkerSettings,
@@ -143,3 +145,45 @@ def test_a_given_secret_makes_no_file_and_a_short_one_is_refused(tmp_path: Path)
     (tmp_path / "secrets" / "grant").write_bytes(b"\n")
     with pytest.raises(SettingsError, match="remove it"):
         grant_secret(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, None),
+        ({"HEADRACE_OBJECTS": ""}, None),
+        ({"HEADRACE_OBJECTS": "file:///srv/objects"}, ObjectSettings("/srv/objects")),
+        ({"HEADRACE_OBJECTS": "s3://my-bucket"}, ObjectSettings("", "my-bucket")),
+        ({"HEADRACE_OBJECTS": "s3://my-bucket/"}, ObjectSettings("", "my-bucket")),
+        ({"HEADRACE_OBJECTS": "s3://my.bucket/some/where/"}, ObjectSettings("some/where", "my.bucket")),
+        (
+            {"HEADRACE_OBJECTS": "s3://my-bucket/a", "HEADRACE_OBJECTS_ENDPOINT": "http://store:8333"},
+            ObjectSettings("a", "my-bucket", "http://store:8333"),
+        ),
+    ],
+)
+def test_object_stores(env: dict[str, str], expected: ObjectSettings | None):
+    assert ObjectSettings.from_env(env) == expected
+    assert LifecycleSettings.from_env(env).objects == expected
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"HEADRACE_OBJECTS": "/srv/objects"},
+        {"HEADRACE_OBJECTS": "file://srv/objects"},
+        {"HEADRACE_OBJECTS": "gs://bucket"},
+        {"HEADRACE_OBJECTS": "s3://"},
+        {"HEADRACE_OBJECTS": "s3://key:hush@bucket/a"},
+        {"HEADRACE_OBJECTS": "s3://bucket/../a"},
+        {"HEADRACE_OBJECTS": "s3://bucket//a"},
+        {"HEADRACE_OBJECTS": "s3://bucket", "HEADRACE_OBJECTS_ENDPOINT": "store:8333"},
+        {"HEADRACE_OBJECTS": "s3://bucket", "HEADRACE_OBJECTS_ENDPOINT": "http://key:hush@store:8333"},
+        {"HEADRACE_OBJECTS": "file:///srv", "HEADRACE_OBJECTS_ENDPOINT": "http://store:8333"},
+        {"HEADRACE_OBJECTS_ENDPOINT": "http://store:8333"},
+    ],
+)
+def test_object_stores_that_are_none(env: dict[str, str]):
+    with pytest.raises(SettingsError, match="HEADRACE_OBJECTS") as caught:
+        ObjectSettings.from_env(env)
+    assert "hush" not in str(caught.value)

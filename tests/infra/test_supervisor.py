@@ -244,7 +244,7 @@ async def test_a_port_in_use_is_named_before_the_child_starts(running: Superviso
     with ports.bind(0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ports.PortInUse, match=rf"port {port} \(worker, metrics and health\) is in use by \S+ \(pid \d+\)"
+            ports.PortInUse, match=rf"port {port} \(worker, metrics and health\) is in use by .+ \(pid \d+\)"
         ):
             await running.start(python("worker", SLEEPER, ops_port=port))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -156,6 +158,22 @@ async def test_tenants_by_name_and_key_and_a_revocation(kafka: KafkaSettings, pr
     await directory.stop()
 
 
+async def test_a_key_is_revoked_when_that_is_told_though_the_operators_clock_is_ahead(
+    kafka: KafkaSettings, producer: EventProducer
+):
+    name, ahead_ms = uuid.uuid4().hex, int(time.time() * 1000) + 3_600_000
+    directory = TenantDirectory(kafka)
+    await directory.start()
+    revoked = ApiKey("k1", uuid.uuid4().hex, ("interactive",), 1, revoked_ms=ahead_ms)
+    told = await producer.send_and_wait(TENANTS, tenant(name, revoked), key=name)
+    assert await directory.until(lambda: directory.tenant(name) is not None, WAIT_S)
+    assert directory.by_key_hash(revoked.sha256) == (
+        tenant(name, replace(revoked, revoked_ms=told.timestamp)),
+        replace(revoked, revoked_ms=told.timestamp),
+    )
+    await directory.stop()
+
+
 def promoted(directory: ModelDirectory, version: ModelVersionRegistered) -> bool:
     return directory.resolve(version.model) == version
 
@@ -196,7 +214,7 @@ async def test_workers_by_their_last_report(kafka: KafkaSettings, producer: Even
     assert seen is not None
     assert (seen.report.running, seen.seen_ms) == (3, placed.timestamp)
     assert [item.report.worker_id for item in directory.serving(model, "1")] == sorted([one, two])
-    assert directory.serving(model, "2") == []
+    assert directory.serving(model, "2") == ()
 
     await producer.send_and_wait(WORKERS, report(one, model, "stopped"), key=one)
     await (await producer.send_raw(WORKERS, None, two.encode()))

@@ -13,7 +13,7 @@ def _running(name: str, kafka: KafkaSettings, folders: pytest.TempPathFactory) -
     agent = Agent(name, kafka, folders.mktemp(name))
     agent.start()
     yield agent
-    assert agent.stop() == 0, agent.log.read_text()
+    assert agent.stop() == 0, agent.last_words()
 
 
 @pytest.fixture(scope="module")

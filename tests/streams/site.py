@@ -20,6 +20,7 @@ from aiokafka import ConsumerRecord, TopicPartition
 from infra.grants import Grant, mint
 from infra.kafka import make_consumer, partitions_of
 from infra.log import EventDecoder, EventProducer
+from infra.objects import DEFAULT_FOLDER
 from infra.ports import free_port
 from infra.settings import KafkaSettings
 from infra.topics import ensure
@@ -54,6 +55,9 @@ ROOT = Path(__file__).parents[2]
 SECRET = "a secret for tests, long enough for it"
 WAIT_S = 40.0
 CONTEXT = 200
+LAST_CHARS = 2_000
+SLOTS = 1_000
+"""So many that a tenant's burst waits for no turn, though no worker takes it."""
 E = TypeVar("E")
 
 
@@ -85,7 +89,9 @@ class Site:
     async def start(self) -> None:
         specs = model_topics(self.model, "v1", ("interactive",), 2, 60_000)
         await ensure(self.kafka, [*specs, tenant_topic(self.tenant)])
-        version = ModelVersionRegistered(self.model, "v1", "scripted", "", CONTEXT, tokenizer="bytes", partitions=2)
+        version = ModelVersionRegistered(
+            self.model, "v1", "scripted", "", CONTEXT, tokenizer="bytes", partitions=2, slots=SLOTS
+        )
         key = ApiKey("k1", "0" * 64, ("interactive",), now_ms())
         for topic, event, name in (
             (TENANTS, TenantChanged(self.tenant, "salt", (key,), now_ms()), self.tenant),
@@ -241,9 +247,18 @@ class Agent:
             )  # fmt: skip
         limit = time.monotonic() + WAIT_S
         while not _ready(port):
-            assert self._process.poll() is None, self.log.read_text()
-            assert time.monotonic() < limit, self.log.read_text()
+            assert self._process.poll() is None, self.last_words()
+            assert time.monotonic() < limit, self.last_words()
             time.sleep(0.05)
+
+    @property
+    def objects(self) -> Path:
+        """The folder that is its object store."""
+        return self._folder / DEFAULT_FOLDER
+
+    def last_words(self) -> str:
+        """The end of its log."""
+        return self.log.read_text()[-LAST_CHARS:]
 
     def metrics(self) -> str:
         """What it counts, as Prometheus reads it."""

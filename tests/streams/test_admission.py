@@ -258,7 +258,7 @@ async def test_an_orderly_stop_repeats_nothing(site: Site, admission: Agent) -> 
     before = [await site.ask() for _ in range(20)]
     for rid in before:
         await site.of(site.work, InferenceScheduled, rid)
-    assert admission.stop() == 0, admission.log.read_text()
+    assert admission.stop() == 0, admission.last_words()
     admission.start()
     await is_alive(site)
     assert len(await site.all(site.work, InferenceScheduled)) == len(before) + 1

@@ -17,8 +17,10 @@ from schemas.errors import HeadraceError
 from schemas.events import InferenceRejected, InferenceRequested, RecordDeadLettered, Reply
 from schemas.topics import DEAD_LETTERS, GRANT_HEADER, LIFECYCLE, TOKENS, requests_topic
 from streams.admission import Admission
+from streams.cache import ResponseCache
 from streams.faust_shell import Record
 from streams.lease import Lease
+from streams.turnstile import Turnstile
 from tests.decisions.worlds import ID, NOW, FakeWorld
 
 SECRET = b"s" * 32
@@ -71,7 +73,10 @@ def admission_with(producer: Producer) -> Admission:
     world.counts = world
     unused: Any = None
     ledgers: Any = Books()
-    return Admission(settings, producer, EventDecoder(settings.kafka), world, unused, ledgers, Lease(6_000))  # type: ignore[arg-type]
+    decoder = EventDecoder(settings.kafka)
+    turnstile, cache = Turnstile(world, "interactive", 10_000), ResponseCache(settings, world, decoder)
+    parts: Any = (producer, decoder, world, unused, ledgers, Lease(6_000), turnstile, cache)
+    return Admission(settings, *parts)
 
 
 def record(event: Any) -> Record:

@@ -23,9 +23,12 @@ from schemas.events import (
 )
 from schemas.topics import GRANT_HEADER, LIFECYCLE, TOKENS, requests_topic
 from streams.admission import Admission
+from streams.cache import ResponseCache
 from streams.faust_shell import Record
 from streams.lease import Lease
+from streams.turnstile import Turnstile
 from tests.decisions.worlds import ID, NOW, WORK, FakeWorld
+from tests.streams.bytes_taken import BytesTaken
 
 SECRET = b"s" * 32
 REQUESTS = requests_topic("interactive")
@@ -69,7 +72,7 @@ class Tokenizers:
         return (1, 2, 3)
 
 
-class Producer:
+class Producer(BytesTaken):
     """The log: it takes each admission so much later than now, by the clock of these tests."""
 
     def __init__(self, *late_ms: int) -> None:
@@ -98,6 +101,8 @@ class Books:
         self._asked += 1
         return None if self._goes and self._asked > 1 else self.accounts
 
+    def wrote(self, _value: bytes, _event: object) -> None: ...
+
     def current(self, _partition: int, accounts: Accounts) -> bool:
         return accounts is self.accounts
 
@@ -105,7 +110,10 @@ class Books:
 async def handled(producer: Producer, books: Books) -> None:
     settings, lease = AdmissionSettings(grant_secret=SECRET), Lease(SESSION_MS, lambda: NOW)
     lease.proved()
-    parts: Any = (producer, EventDecoder(settings.kafka), World(books.accounts), Tokenizers(), books, lease)
+    world: Any = World(books.accounts)
+    decoder = EventDecoder(settings.kafka)
+    turnstile, cache = Turnstile(world, "interactive", 10_000), ResponseCache(settings, world, decoder)
+    parts: Any = (producer, decoder, world, Tokenizers(), books, lease, turnstile, cache)
     grant = mint(SECRET, Grant("acme", "k1", ("interactive",), Reply(TOKENS, 1), NOW + 60_000))
     value = encode(InferenceRequested(ID, "m", prompt="hey"))
     await Admission(settings, *parts).handle(

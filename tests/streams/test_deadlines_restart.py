@@ -31,4 +31,4 @@ async def test_what_came_due_while_the_keeper_was_away_is_said_when_it_is_back(
             await site.of(TOKENS, InferenceFailed, asked.request_id)
         assert not await site.all(TOKENS, InferenceFailed, lambda word: word.request_id == ended.request_id)
     finally:
-        assert agent.stop() == 0, agent.log.read_text()
+        assert agent.stop() == 0, agent.last_words()

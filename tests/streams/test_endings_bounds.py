@@ -1,21 +1,41 @@
-"""What endings lets go of when it holds too much: no more than that, and where most of it is."""
+"""What endings lets go of when it holds too much: no more than that, and where most of it is; and what it passes over."""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from aiokafka import TopicPartition
+from aiokafka import ConsumerRecord, TopicPartition
 
-from infra.settings import EndingsSettings
-from schemas.events import Attempt, GenerationStarted, TokensGenerated
+from infra.log import EventProducer
+from infra.objects_folder import FolderStore
+from infra.payloads import Payloads
+from infra.settings import EndingsSettings, KafkaSettings
+from schemas.codec import Codec
+from schemas.events import (
+    Attempt,
+    Event,
+    GenerationStarted,
+    InferenceAnswered,
+    InferenceCancelled,
+    InferenceJoined,
+    PayloadStored,
+    Reply,
+    Tensor,
+    TokensGenerated,
+    Usage,
+)
 from schemas.topics import HOUR_MS, TOKENS
 from streams import endings as module
 from streams.endings import Endings
 from streams.fold_table import FoldTable
 
 A = Attempt(1, 1)
+RID = "01890a5d-ac96-774b-bcce-b302099a8057"
 
 
 def endings_of(open_requests_max: int, *open_in_each: int, text: str = "") -> Endings:
@@ -57,3 +77,61 @@ async def test_of_too_much_text_the_oldest_of_the_fullest_partition_goes(monkeyp
     endings._bound()
     kept = [[request.counted is not None for request in table.open.values()] for table in endings._tables.values()]
     assert kept[:2] == [[True], [False, True, True, True]]
+
+
+class Producer(EventProducer):
+    """Keeps what would be written."""
+
+    def __init__(self, payloads: Payloads) -> None:
+        super().__init__(KafkaSettings(), "test", payloads)
+        self.values: list[bytes] = []
+
+    async def send_raw(self, _topic: str, value: bytes | None, *_more: Any) -> asyncio.Future[Any]:
+        self.values.append(value or b"")
+        confirmed = asyncio.get_running_loop().create_future()
+        confirmed.set_result(None)
+        return confirmed
+
+
+async def test_an_answer_that_the_object_store_is_too_small_for_is_kept_without_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a worker could just write may be a little larger as an answer."""
+    monkeypatch.setattr("infra.log.INLINE_MAX_BYTES", 10_000)
+    monkeypatch.setattr("infra.payloads.OBJECT_MAX_BYTES", 20_000)
+    unused: Any = None
+    producer = Producer(Payloads(FolderStore(tmp_path)))
+    endings = Endings(EndingsSettings(), unused, producer, unused)
+    record = ConsumerRecord("tokens", 0, 0, 0, 0, None, None, 0, 0, 0, ())
+    for size in (20_000, 15_000):
+        outputs = (Tensor("y", "UINT8", (size,), bytes(size)),)
+        answer = InferenceAnswered(RID, "acme", "m", "1", "interactive", (), Usage(1, 0), outputs=outputs)
+        await endings._write(answer, record)
+    kept, stored = [Codec().decode(value) for value in producer.values]
+    assert isinstance(kept, InferenceAnswered)
+    assert (kept.error_reason, kept.outputs) == ("answer_too_large", ())
+    assert isinstance(stored, PayloadStored)
+
+
+class Read:
+    """What endings reads, in this order, from one partition."""
+
+    def __init__(self, *events: Event) -> None:
+        self.events = events
+
+    async def decode(self, value: int) -> Event:
+        return self.events[value]
+
+
+async def test_what_joins_another_stream_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    buried: list[object] = []
+    joined = InferenceJoined("later", "acme", "m", "interactive", "first", Reply(TOKENS, 0), 1)
+    endings = endings_of(10, 0)
+    endings._decoder = Read(joined, InferenceCancelled("first"))  # type: ignore[assignment]
+    monkeypatch.setattr(endings, "_bury", lambda *arguments: buried.append(arguments))
+    place = TopicPartition(TOKENS, 0)
+    records: Any = [SimpleNamespace(topic=TOKENS, partition=0, offset=5 + n, timestamp=1, value=n) for n in range(2)]
+    await endings.take({place: records[:1]})
+    assert (buried, endings._tables[place].committable, held(endings)) == ([], 6, [[]])
+    await endings.take({place: records[1:]})
+    assert len(buried) == 1

@@ -1,4 +1,4 @@
-"""Offsets that the group doesn't take: endings say so, and go on."""
+"""Offsets that the group doesn't take, and partitions that it takes away again: endings say so, and go on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from infra.settings import EndingsSettings
 from schemas.topics import HOUR_MS, TOKENS
+from streams.deadlines import Deadlines
 from streams.endings import GROUP, Endings
 from streams.fold_table import FoldTable
 
@@ -51,3 +52,32 @@ async def test_a_commit_that_comes_too_late_is_told_and_is_due_still(
     assert [(line["log_level"], line["partitions"], line["error"]) for line in lines] == [
         ("warning", ["tokens:3", "tokens.acme:0"], error)
     ] * 2
+
+
+async def test_partitions_that_go_while_they_are_begun_are_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new tenant's topic changes what is subscribed to, and with it takes away what was just assigned."""
+    consumer = AIOKafkaConsumer(group_id=GROUP)  # has no partitions, so it refuses to seek by itself
+
+    async def nothing(*_: Any) -> dict[TopicPartition, Any]:
+        return dict.fromkeys(OFFSETS, None)
+
+    async def first(*_: Any) -> dict[TopicPartition, int]:
+        return dict.fromkeys(OFFSETS, 0)
+
+    async def committed(partition: TopicPartition) -> int:
+        return OFFSETS[partition]
+
+    for name, does in (
+        ("offsets_for_times", nothing), ("beginning_offsets", first), ("end_offsets", first), ("committed", committed),
+    ):  # fmt: skip
+        monkeypatch.setattr(consumer, name, does)
+    unused: Any = None
+    endings = Endings(EndingsSettings(), consumer, unused, unused)
+    deadlines = Deadlines(consumer, unused, unused)
+    with capture_logs() as lines:
+        await endings.on_partitions_assigned(OFFSETS)
+        await deadlines.on_partitions_assigned(OFFSETS)
+    await consumer.stop()
+    assert [line["event"] for line in lines] == ["partitions are gone before they were begun"] * 2
+    assert not endings.writes.failed.done() and not deadlines.words.failed.done()
+    assert not endings.assigned and not endings._tables

@@ -19,11 +19,13 @@ from schemas.events import (
     InferenceRejected,
     InferenceStarted,
     Position,
+    Tensor,
     Timings,
     TokenLogprob,
     TokensGenerated,
     Usage,
 )
+from schemas.topics import ANSWER_MAX_BYTES
 from streams.fold_table import FoldTable, Output
 
 A, B = Attempt(1, 1), Attempt(2, 1)
@@ -135,6 +137,16 @@ def test_an_answer_too_large_says_so_and_holds_no_memory() -> None:
     _, answer = apply(given_table, completed(total=2), first=3)
     assert isinstance(answer, InferenceAnswered) and answer.error_reason == "answer_too_large"
     assert answer.choices[0].text == "" and answer.usage.completion_tokens == 2
+
+
+def test_an_answer_as_large_as_may_be_told_is_kept() -> None:
+    text, outputs = "x" * ANSWER_MAX_BYTES, (Tensor("y", "UINT8", (ANSWER_MAX_BYTES,), bytes(ANSWER_MAX_BYTES)),)
+    *_, answer = apply(table(), started(), tokens(text=text), completed())
+    assert isinstance(answer, InferenceAnswered) and answer.error_reason is None
+    assert answer.choices[0].text == text
+    *_, answer = apply(table(), started(), replace(completed(total=0), outputs=outputs))
+    assert isinstance(answer, InferenceAnswered) and answer.error_reason is None
+    assert answer.outputs == outputs
 
 
 def test_contents_are_let_go_oldest_first() -> None:

@@ -8,10 +8,11 @@ import pytest
 
 from infra.broker import EmbeddedKafka
 from tests.system.fixtures_models import busy, narrow, single, wide
+from tests.system.fixtures_small import made, small
 from tests.system.fixtures_vllm import llm
 from tests.system.running import RunningStack
 
-__all__ = ["busy", "llm", "narrow", "single", "stack", "system_broker", "wide"]
+__all__ = ["busy", "llm", "made", "narrow", "single", "small", "stack", "system_broker", "wide"]
 
 
 @pytest.fixture(scope="session")

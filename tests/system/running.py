@@ -72,12 +72,16 @@ class RunningStack:
         keys: each tenant's API key.
         supervisor: restarts what is killed.
         ops_ports: where each process serves its metrics, by name.
+        context_length: the model's, in bytes.
+        extra_env: what else its processes are told.
     """
 
     kafka: KafkaSettings
     data_dir: Path
     keys: dict[str, str] = field(default_factory=dict)
     ops_ports: dict[str, int] = field(default_factory=dict)
+    context_length: int = 4096
+    extra_env: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=ports.free_port)
     thread: LoopThread = field(default_factory=LoopThread)
 
@@ -96,13 +100,18 @@ class RunningStack:
     @property
     def env(self) -> dict[str, str]:
         """What a process or command of this stack needs in its environment."""
-        return {**self.kafka.to_env(), "HEADRACE_DATA": str(self.data_dir), "HEADRACE_URL": self.base_url}
+        return {
+            **self.kafka.to_env(),
+            "HEADRACE_DATA": str(self.data_dir),
+            "HEADRACE_URL": self.base_url,
+            **self.extra_env,
+        }
 
     # --- starting and stopping ----------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Prepares the log and starts everything; returns when all of it is ready."""
-        entry = ModelEntry(MODEL, "1", "scripted", "scripted", 4096, slots=8)
+    def start(self, slots: int = 8) -> None:
+        """Prepares the log and starts everything; returns when all of it is ready. `slots` are the worker's."""
+        entry = ModelEntry(MODEL, "1", "scripted", "scripted", self.context_length, slots=slots)
         grant_secret(self.data_dir)
         self.thread.run(self._prepare(entry))
         self.add("worker", "worker", MODEL, "1")

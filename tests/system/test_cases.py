@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from schemas.topics import INLINE_MAX_BYTES
+from schemas.topics import REQUEST_MAX_BYTES
 from tests.system.asking import BOTH, CHAT, COMPLETIONS, STREAMED, Answer, assert_served, body_of, call
 from tests.system.audit import Audit, Mark
 from tests.system.fixtures_models import WIDE
@@ -127,11 +127,11 @@ def test_a_body_is_taken_up_to_its_limit(stack: RunningStack, endpoint: str) -> 
         content = "xxxxx" if padded else "x" * spare
         return call(stack, endpoint, json.dumps(body_of(endpoint, content)).encode().ljust(body_bytes))
 
-    for size in (12 * 1024 * 1024, INLINE_MAX_BYTES + 1):
+    for size in (12 * 1024 * 1024, REQUEST_MAX_BYTES + 1):
         for padded in (True, False):
             refused = sized(size, padded=padded)
             assert (refused.status, refused.error and refused.error["code"]) == (413, "payload_too_large")
-    for size in (INLINE_MAX_BYTES, INLINE_MAX_BYTES - 1):
+    for size in (REQUEST_MAX_BYTES, REQUEST_MAX_BYTES - 1):
         refused = sized(size, padded=False)
         assert (refused.status, refused.error and refused.error["code"]) == (400, "context_length_exceeded")
         assert sized(size, padded=True).texts == {0: "xxxxx"}

@@ -1,20 +1,32 @@
-"""Deadlines and time limits hold whatever the workers do: here they are frozen, or never end."""
+"""Deadlines and time limits hold whatever the workers do: here they are busy, frozen, absent, or never end. What was reserved comes back."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import httpx
 import pytest
 
+from bridge.calls import new_request_id
+from infra.log import EventProducer
 from infra.models_file import ModelEntry
-from tests.system.asking import COMPLETIONS, STREAMED, body_of, call
-from tests.system.audit import Audit
+from infra.settings import WorkerSettings
+from schemas.events import InferenceFailed, InferenceRequested, Quota
+from schemas.topics import GRANT_HEADER, LIFECYCLE, requests_topic
+from tests.system.asking import COMPLETIONS, STREAMED, Answer, body_of, call
+from tests.system.audit import Audit, Story
 from tests.system.fixtures_models import register, worker
 from tests.system.running import RunningStack, script
+from tests.system.test_quotas import GIVEN_BACK_S, served_soon, tenant, told
 
 pytestmark = pytest.mark.timeout(180)
-BRIEF = "brief"
+BRIEF, ABSENT, OCCUPIED, EMPTIED = "brief", "absent", "occupied", "emptied"
 LIMIT_MS = 1_500
+LATE = (504, "deadline_exceeded")
 
 
 @pytest.fixture(scope="module")
@@ -25,26 +37,155 @@ def brief(stack: RunningStack) -> Iterator[str]:
         yield name
 
 
+@pytest.fixture(scope="module")
+def absent(stack: RunningStack) -> str:
+    """A model of which no worker has ever run."""
+    register(stack, ModelEntry(ABSENT, "1", "scripted", "scripted", 4096, slots=1, partitions=1))
+    return ABSENT
+
+
+def limited(stack: RunningStack, name: str) -> str:
+    """A new tenant that may ask one thing at a time, and has a budget; its name."""
+    stack.keys[name] = tenant(stack, name, Quota("interactive", concurrent_requests=1, tokens_per_day=100_000))
+    return name
+
+
+def ask(stack: RunningStack, model: str, content: str, name: str, **options: Any) -> Answer:
+    return call(stack, COMPLETIONS, body_of(COMPLETIONS, content, model, **options), name)
+
+
+def heard(answer: Answer) -> tuple[int, str | None]:
+    return answer.status, answer.error["code"] if answer.error else None
+
+
+def assert_given_back(stack: RunningStack, name: str) -> None:
+    """litellm#27955: whoever timed out may ask again, and nothing is held of what was reserved."""
+    assert all(not found["reserved"] for found in usage_of(stack, name)["limits"])
+    stack.until(lambda: served_soon(stack, stack.keys[name]), GIVEN_BACK_S)
+
+
+def usage_of(stack: RunningStack, name: str) -> dict[str, Any]:
+    (usage,) = told(stack, name)
+    return usage
+
+
+def ended_by_the_clock(stack: RunningStack, audit: Audit) -> Story:
+    """The one request since: it never began, and the clock has ended it, not before its deadline."""
+    ((request_id, story),) = audit.settled().items()
+    assert story.admitted is not None
+    assert story.endings[0] == ("failed", "deadline_exceeded", 0)
+    assert stack.events(request_id, "GenerationStarted") == []
+    (ending,) = stack.events(request_id, "InferenceFailed", LIFECYCLE)
+    assert isinstance(ending.event, InferenceFailed)
+    assert ending.event.source == "timer"
+    assert ending.timestamp_ms >= story.admitted.deadline_ms
+    return story
+
+
+@STREAMED
+def test_the_clock_answers_where_there_is_no_worker(stack: RunningStack, absent: str, stream: bool) -> None:
+    name = limited(stack, f"unserved-{stream}".lower())
+    audit = Audit(stack)
+    assert heard(ask(stack, absent, "hello", name, stream=stream, timeout=1)) == LATE
+    ended_by_the_clock(stack, audit)
+    usage = usage_of(stack, name)
+    assert (usage["tokens"], usage["running"], usage["reserved_tokens"]) == (0, 0, 0)
+    assert_given_back(stack, name)
+
+
+@pytest.mark.parametrize("tier", ["interactive", "batch"])
+def test_a_direct_producer_hears_of_its_deadline_where_there_is_no_worker(
+    stack: RunningStack, absent: str, tier: str
+) -> None:
+    given = json.loads(stack.command("tenants", "grant", "acme", "--tiers", tier, "--json").stdout)
+    request = InferenceRequested(new_request_id(), absent, prompt="hello", timeout_ms=1_000)
+    stack.thread.run(produce(stack, request, tier, given))
+    ended = stack.ended(request.request_id)
+    assert ended.facts["reason"] == "deadline_exceeded"
+    assert not stack.events(request.request_id, "GenerationStarted")
+
+
+async def produce(stack: RunningStack, request: InferenceRequested, tier: str, given: dict[str, Any]) -> None:
+    producer = EventProducer(stack.kafka, "deadline-tests")
+    await producer.start()
+    try:
+        headers = [(GRANT_HEADER, given["grant"].encode())]
+        await producer.send_and_wait(requests_topic(tier), request, key=given["tenant"], headers=headers)
+    finally:
+        await producer.stop()
+
+
+def test_a_pool_at_zero_takes_what_outlives_a_start_and_no_more(stack: RunningStack) -> None:
+    """Who can't be served in time is told at once; who can is let in, answered when a worker comes, and told at the deadline if none does."""
+    name = limited(stack, "early-bird")
+    register(stack, ModelEntry(EMPTIED, "1", "scripted", "scripted", 4096, slots=1, partitions=1))
+    with worker(stack, "emptied-a", EMPTIED):
+        assert ask(stack, EMPTIED, "hello", name).texts == {0: "hello"}
+        (report,) = stack.until(lambda: [found for found in stack.reports(EMPTIED) if found.start_up_ms])
+    stack.until(lambda: not stack.reports(EMPTIED))
+
+    body = body_of(COMPLETIONS, "hello", EMPTIED, timeout=report.start_up_ms * 0.75 / 1_000)
+    refused = stack.http(name).post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (httpx.codes.SERVICE_UNAVAILABLE, "no_worker")
+    assert int(refused.headers["retry-after"]) >= 1
+    audit = Audit(stack)
+    assert heard(ask(stack, EMPTIED, "hello", name, timeout=report.start_up_ms / 1_000 + 1)) == LATE
+    ended_by_the_clock(stack, audit)
+    assert_given_back(stack, name)
+
+    with ThreadPoolExecutor(1) as pool:
+        audit = Audit(stack)
+        waiting = pool.submit(ask, stack, EMPTIED, "at last", name)
+        stack.until(lambda: waiting.done() or any(story.admitted for story in audit.stories().values()))
+        with worker(stack, "emptied-b", EMPTIED):
+            assert waiting.result().texts == {0: "at last"}
+    assert_given_back(stack, name)
+
+
+@STREAMED
+def test_a_call_behind_a_busy_worker_hears_at_its_deadline_and_never_runs(stack: RunningStack, stream: bool) -> None:
+    """triton#7512. What runs is the same tenant's: another's first call would have a slot of its own."""
+    model = f"{OCCUPIED}-{stream}".lower()
+    register(stack, ModelEntry(model, "1", "scripted", "scripted", 4096, slots=1, partitions=1))
+    long = body_of(
+        COMPLETIONS, script(tokens=["busy "], repeat=300, token_ms=100), model, stream=True, max_tokens=2_000
+    )
+    with worker(stack, model, model), stack.http().stream("POST", "/v1/completions", json=long) as running:
+        lines = running.iter_lines()  # one that is dropped closes the connection
+        next(line for line in lines if "busy" in line)
+        audit = Audit(stack)
+        assert heard(ask(stack, model, "hello", "acme", stream=stream, timeout=1)) == LATE
+        ended_by_the_clock(stack, audit)
+        running.close()
+        assert ask(stack, model, "hello", "acme").texts == {0: "hello"}
+
+
 @STREAMED
 def test_the_clock_answers_for_a_worker_that_does_not(stack: RunningStack, brief: str, stream: bool) -> None:
+    name = limited(stack, f"frozen-out-{stream}".lower())
     audit = Audit(stack)
+    # One that tells of what it runs, and freezes, is believed to be busy: then the call is refused at once.
+    # So is one whose last report is older than the last thing that it did.
+    time.sleep(2 * WorkerSettings().report_interval_ms / 1000)
+    stack.until(lambda: [report.running for report in stack.reports(brief)][-1:] == [0])
     stack.pause(brief)
     try:
-        answer = call(stack, COMPLETIONS, body_of(COMPLETIONS, "hello", brief, stream=stream, timeout=1))
+        assert heard(ask(stack, brief, "hello", name, stream=stream, timeout=1)) == LATE
+        ended_by_the_clock(stack, audit)
+        assert_given_back(stack, name)
     finally:
         stack.resume(brief)
-    assert (answer.status, answer.error and answer.error["code"]) == (504, "deadline_exceeded")
-    (story,) = audit.settled().values()
-    assert story.endings[0][:2] == ("failed", "deadline_exceeded")
     assert call(stack, COMPLETIONS, body_of(COMPLETIONS, "hello", brief)).texts == {0: "hello"}
 
 
 def test_an_answer_without_end_is_ended_and_its_slot_is_free_again(stack: RunningStack, brief: str) -> None:
+    name = limited(stack, "endless")
     endless = script(tokens=["on and "], repeat=1_000, token_ms=100)
-    answer = call(stack, COMPLETIONS, body_of(COMPLETIONS, endless, brief, stream=True, max_tokens=3_000))
+    answer = ask(stack, brief, endless, name, stream=True, max_tokens=3_000)
     assert answer.status == 200
     assert answer.texts[0].startswith("on and on and ")
     assert answer.error is not None
     assert answer.error["code"] == "time_limit_exceeded"
     assert not answer.finished
+    assert_given_back(stack, name)
     assert call(stack, COMPLETIONS, body_of(COMPLETIONS, "hello", brief)).texts == {0: "hello"}

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ import openai
 import pytest
 import websockets
 
+from decisions.window import guest_slots
 from infra.directory import WorkerDirectory
-from tests.contracts.engine import CONTEXT, Bench, EngineContract
+from tests.contracts.engine import CONTEXT, SLOTS, Bench, EngineContract
 from tests.system.audit import Audit
 from tests.system.engine_host import RemoteEngine
 from tests.system.fixtures_vllm import BOOT_S_MAX, LLM, demo_model, engine_socket
@@ -57,6 +60,25 @@ def bench(stack: RunningStack, llm: str) -> Bench:
 
 class TestEngine(EngineContract):
     """vLLM does what every engine does."""
+
+
+async def test_of_what_waits_in_the_engine_a_higher_tier_is_next(bench: Bench) -> None:
+    """Three times as many of a lower tier as run at once, then one of a higher: it runs in the second round, and by arrival would in the last."""
+    begun: list[str] = []
+
+    async def run(name: str, priority: int) -> None:
+        async with aclosing(bench.engine.generate(replace(bench.request(), priority=priority))) as chunks:
+            async for _ in chunks:
+                if name not in begun:
+                    begun.append(name)
+
+    async with asyncio.timeout(ANSWER_S_MAX), asyncio.TaskGroup() as group:
+        for number in range(3 * SLOTS):
+            group.create_task(run(f"batch {number}", 1))
+        while not begun:  # noqa: ASYNC110  # an engine tells nobody
+            await asyncio.sleep(0.01)
+        group.create_task(run("live", 0))
+    assert begun.index("live") < 2 * (SLOTS + guest_slots(SLOTS))
 
 
 def test_france_is_answered_the_same_whole_and_streamed(stack: RunningStack, llm: str) -> None:

@@ -14,8 +14,9 @@ from tests.workers.test_answer import Broker
 from text.tokenizer import ByteTokenizer
 from workers.engines.port import EngineChunk, EngineConfig, EngineRequest, Scored
 from workers.engines.scripted import ScriptedEngine
-from workers.job import Job, Tools
+from workers.job import Tools
 from workers.slots import Slots
+from workers.token_job import LanguageModel, TokenJob
 from workers.work import fresh_plan
 
 
@@ -36,12 +37,13 @@ async def test_all_that_is_written_is_json(worst: float) -> None:
     engine.worst = worst
     broker, slots = Broker(0), Slots(1, lambda: None)
     slots.take()
-    tools = Tools(engine, broker, ByteTokenizer(), slots, "w", 0, lambda _count: None)  # type: ignore[arg-type]
+    tools = Tools(broker, slots, "w", 0, lambda _count: None)  # type: ignore[arg-type]
+    model = LanguageModel(engine, ByteTokenizer())
     sampling = Sampling(max_tokens=3, logprobs=2)
     work = InferenceScheduled(
         "r", "acme", "m", "1", "batch", tuple(b"abc"), sampling, 0, 0, Reply("tokens.acme", 0, "json"), "s"
     )
-    assert await Job(tools, work, Attempt(1, 1), fresh_plan(work), (), fenced=False).run(0.0) == "completed"
+    assert await TokenJob(model, tools, work, Attempt(1, 1), fresh_plan(work), (), fenced=False).run(0.0) == "completed"
     assert [decode_json(encode_json(event)) for event in broker.events] == broker.events
     chunks = [event for event in broker.events if isinstance(event, TokensGenerated)]
     assert [score.logprob for chunk in chunks for score in chunk.logprobs or ()] == [-9999.0] * 3

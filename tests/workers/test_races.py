@@ -34,6 +34,7 @@ from workers.group import Held
 from workers.loop import WorkerLoop
 from workers.report import TokenRate
 from workers.takeover import _Streams
+from workers.token_job import LanguageModel
 from workers.work import Work
 
 PLACE = TopicPartition("tokens", 0)
@@ -139,7 +140,7 @@ async def loop_on(log: Log) -> AsyncIterator[WorkerLoop]:
     engine = ScriptedEngine(EngineConfig("m", "scripted", 100, 2))
     reporter: Any = SimpleNamespace(rate=TokenRate())
     settings = WorkerSettings(kafka=KafkaSettings("nowhere:1"))
-    loop = WorkerLoop(settings, version, engine, ByteTokenizer(), log, reporter)  # type: ignore[arg-type]
+    loop = WorkerLoop(settings, version, LanguageModel(engine, ByteTokenizer()), log, reporter)  # type: ignore[arg-type]
     try:
         yield loop
     finally:

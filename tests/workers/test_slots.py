@@ -55,3 +55,43 @@ def test_taking_more_than_there_are_is_a_bug() -> None:
     made.take()
     with pytest.raises(RuntimeError):
         made.take()
+
+
+async def test_guests_slots_are_nobodys_to_wait_for_and_stay_free_for_takers() -> None:
+    freed: list[int] = []
+    made = Slots(3, lambda: freed.append(1), guests=1)
+    made.take()
+    made.take()
+    waits = asyncio.create_task(made.acquire())
+    await asyncio.sleep(0)
+    assert (made.used, made.free) == (2, 1)
+    made.take()
+    assert made.free == 0
+    made.give()  # a guest goes: whoever waits, waits for another
+    await asyncio.sleep(0)
+    assert (waits.done(), made.used, made.free) == (False, 2, 1)
+    made.give()
+    await waits
+    assert (made.used, made.free) == (2, 1)
+    made.give()
+    made.give()
+    assert (made.used, made.free) == (0, 3)
+
+
+async def test_whoever_waits_is_passed_by_as_many_as_there_are_guests_slots_and_no_more() -> None:
+    newcomers = [0]
+
+    def fill() -> None:
+        while made.free:
+            newcomers[0] += 1
+            made.take()
+
+    made = Slots(9, fill, guests=1)
+    fill()
+    waits = asyncio.create_task(made.acquire())
+    await asyncio.sleep(0)
+    made.give()
+    assert newcomers == [10]
+    made.give()
+    await waits
+    assert (newcomers, made.used) == ([10], 9)

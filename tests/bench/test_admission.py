@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench.admission import PEER, QUOTA, TENANTS, Found, Load, _grants, _rows
+from cli.registry import read_tenants
+from infra.grants import read
+from infra.log import EventProducer
+from infra.settings import KafkaSettings
+from infra.supervisor import ChildSpec, Supervisor
+from infra.topics import ensure
+from schemas.errors import HeadraceError
+from schemas.topics import HOUR_MS, TopicSpec
+
+
+def test_a_core_and_both_ends_of_the_latency_have_a_row() -> None:
+    rows = _rows(Found(1_600, 1_500, [4.0] * 99 + [20.0]), Found(3_200, 3_000, [2.0] * 100), (1_200, 2_000))
+
+    assert [(row.metric, row.at, row.ours, row.theirs, row.ratio, row.peer) for row in rows] == [
+        ("requests_per_s_per_core", "max", 1_600, 3_200, 0.5, PEER),
+        ("requests_per_s", "max", 1_500, 3_000, 0.5, PEER),
+        ("requests_per_s_per_core", "max, 2 processes", 1_200, 1_600, 0.75, "one process"),
+        ("latency_p50_ms", "750/s", 4, 2, 2, PEER),
+        ("latency_p99_ms", "750/s", pytest.approx(4.16), 2, pytest.approx(2.08), PEER),
+    ]
+
+
+@pytest.mark.kafka
+async def test_each_tenant_has_a_quota_and_a_grant_that_holds(kafka: KafkaSettings) -> None:
+    secret = secrets.token_hex(32)
+    grants = await _grants(kafka, secret)
+
+    known = await read_tenants(kafka)
+    assert len({name for name, _ in grants}) == TENANTS
+    for name, grant in grants:
+        assert known[name].quotas == (QUOTA,)
+        assert read(secret.encode(), grant).tenant == name
+        assert read(secret.encode(), grant).key_id in [key.key_id for key in known[name].keys]
+
+
+@pytest.mark.kafka
+async def test_what_a_process_carries_is_measured_between_its_topics(kafka: KafkaSettings, tmp_path: Path) -> None:
+    """The peer itself, with a tenth of the load: each record is found at both ends, by its own time."""
+    source, target = (f"bench-{name}-{secrets.token_hex(4)}" for name in ("from", "to"))
+    await ensure(kafka, [TopicSpec(name, 2, "tenant", HOUR_MS) for name in (source, target)])
+    producer = EventProducer(kafka, "bench")
+    await producer.start()
+    async with Supervisor(tmp_path) as supervisor:
+        program = ("-m", "bench.relay", kafka.bootstrap, source, target)
+        await supervisor.start(ChildSpec("relay", (sys.executable, *program)))
+        stack: Any = SimpleNamespace(kafka=kafka, supervisor=supervisor)
+        load = Redirected(stack, producer, [("bench-a", b"grant"), ("bench-b", b"grant")], 10, source)
+        found = await load.measure(("relay",), source, target)
+    await producer.stop()
+
+    assert found.per_s > 0
+    assert found.per_core > 0
+    assert len(found.waits_ms) == 750 * 10 // 10
+    assert min(found.waits_ms) >= 0
+
+
+@pytest.mark.kafka
+async def test_requests_that_do_not_come_through_end_the_run(
+    kafka: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.admission.STALL_S", 0.5)
+    source, target = (f"bench-{name}-{secrets.token_hex(4)}" for name in ("from", "to"))
+    await ensure(kafka, [TopicSpec(name, 2, "tenant", HOUR_MS) for name in (source, target)])
+    producer = EventProducer(kafka, "bench")
+    await producer.start()
+    load = Redirected(SimpleNamespace(kafka=kafka), producer, [("bench-a", b"grant")], 100, source)
+    with pytest.raises(HeadraceError, match="only 0 of 3 requests came to"):
+        await load._send(3, target)
+    await producer.stop()
+
+
+class Redirected(Load):
+    """Writes to a topic of its own: other tests read `requests.*`."""
+
+    def __init__(self, stack: Any, producer: EventProducer, grants: Any, share: int, source: str) -> None:
+        super().__init__(stack, producer, grants, share)
+        self._source = source
+
+    async def _one(self, number: int) -> None:
+        send = self._producer.send
+
+        async def redirected(_topic: str, *given: Any, **more: Any) -> Any:
+            return await send(self._source, *given, **more)
+
+        self._producer.send = redirected  # type: ignore[method-assign,assignment]
+        try:
+            await super()._one(number)
+        finally:
+            self._producer.send = send  # type: ignore[method-assign]

@@ -1,0 +1,94 @@
+"""`headrace classify` and `headrace embed`, against a made-up front door."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner, Result
+
+import cli.front_door
+from cli.main import cli as headrace
+from cli.small import CALL_ITEMS_MAX, likeness
+from schemas.errors import HeadraceError
+
+CLASSES = [{"label": "python", "score": 0.9}, {"label": "text", "score": 0.05}]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    bodies: list[Any] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        bodies.append(body)
+        if body["model"] == "gone":
+            error = {"message": "no model 'gone' is deployed", "code": "model_not_found"}
+            return httpx.Response(404, json={"error": error})
+        if request.url.path == "/v1/embeddings":
+            first = None if body["model"] == "broken" else 1.0
+            data: list[Any] = [{"embedding": [first, float(len(text)), 0.0, 0.0, 0.5]} for text in body["input"]]
+        else:
+            data = [{**CLASSES[0], "classes": CLASSES} for _ in body["input"]]
+        return httpx.Response(200, json={"data": data})
+
+    def client(url: str, _key: str) -> httpx.Client:
+        return httpx.Client(base_url=url, transport=httpx.MockTransport(handler))
+
+    monkeypatch.setattr(cli.front_door, "make_client", client)
+    monkeypatch.setenv("HEADRACE_API_KEY", "hr-key")
+    return bodies
+
+
+def run(*arguments: str, stdin: bytes = b"") -> Result:
+    return CliRunner().invoke(headrace, arguments, input=stdin)
+
+
+def test_files_texts_and_standard_input_are_classified(asked: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "a.bin"
+    file.write_bytes(bytes(range(256)))
+    found = run("classify", "magika", str(file), "-", "--text", "import os", "--top-k", "2", "--json", stdin=b"x")
+    assert found.exit_code == 0, found.output
+    inputs = ["import os", *({"base64": base64.b64encode(raw).decode()} for raw in (bytes(range(256)), b"x"))]
+    assert asked == [{"model": "magika", "input": inputs, "top_k": 2}]
+    rows = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [row["input"] for row in rows] == ["import os", str(file), "-"]
+    assert rows[0]["classes"] == CLASSES
+    shown = run("classify", "magika", "--text", "import os").stdout
+    assert "python" in shown
+    assert "text 0.050" in shown
+
+
+def test_many_files_are_several_calls(asked: list[Any]) -> None:
+    texts = [option for number in range(CALL_ITEMS_MAX + 1) for option in ("--text", str(number))]
+    assert run("classify", "m", *texts).exit_code == 0
+    assert [len(body["input"]) for body in asked] == [CALL_ITEMS_MAX, 1]
+
+
+def test_embeddings_and_how_alike_they_are(asked: list[Any]) -> None:
+    shown = run("embed", "minilm", "ab", "abc", "--dimensions", "5").stdout
+    assert asked == [{"model": "minilm", "input": ["ab", "abc"], "dimensions": 5}]
+    assert "+1.0000, +2.0000, +0.0000, +0.0000, …" in shown
+    assert f"{likeness([1, 2, 0, 0, 0.5], [1, 3, 0, 0, 0.5]):.3f}" in shown
+    (row,) = [json.loads(line) for line in run("embed", "minilm", "ab", "--json").stdout.splitlines()]
+    assert row == {"text": "ab", "embedding": [1.0, 2.0, 0.0, 0.0, 0.5]}
+    assert likeness([0.0], [1.0]) == 0.0
+
+
+def test_numbers_that_are_none_are_shown(asked: list[Any]) -> None:
+    """The front door tells what isn't finite as null."""
+    shown = run("embed", "broken", "ab", "abc")
+    assert (shown.exit_code, "+nan, +2.0000" in shown.stdout) == (0, True)
+    (row,) = [json.loads(line) for line in run("embed", "broken", "ab", "--json").stdout.splitlines()]
+    assert row["embedding"] == [None, 2.0, 0.0, 0.0, 0.5]
+
+
+def test_what_is_wrong_is_told(asked: list[Any]) -> None:
+    assert "give files, or --text" in run("classify", "m").stderr
+    found = run("embed", "gone", "a")
+    assert isinstance(found.exception, HeadraceError)
+    assert "no model 'gone'" in found.exception.message

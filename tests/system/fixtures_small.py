@@ -1,0 +1,83 @@
+"""Small models on the system stack, each with a worker, and a second front door that speaks gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cli.models import register_versions, version_of
+from infra import ports
+from infra.models_file import CacheEntry, ModelEntry
+from tests import onnx_models
+from tests.system.fixtures_models import worker
+from tests.system.running import RunningStack
+
+DOOR = "bridge-grpc"
+MINILM, MAGIKA, EVERYTHING, BRAIN, PICKING, LOOPING = (
+    "minilm",
+    "small-magika",
+    "everything",
+    "brain",
+    "picking",
+    "looping",
+)
+LOOPING_SLOTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SmallModels:
+    """What is served, and where the front door is: a URL, and an address for gRPC."""
+
+    url: str
+    grpc: str
+    entries: Sequence[ModelEntry]
+
+
+@contextmanager
+def served(stack: RunningStack, *entries: ModelEntry) -> Iterator[SmallModels]:
+    """These models, each with a worker `<name>-a`, and the front door, while the block runs."""
+    port, grpc_port = ports.free_port(), ports.free_port()
+    versions = [version_of(entry, stack.data_dir, lambda _text: None) for entry in entries]
+    stack.thread.run(register_versions(stack.kafka, versions))
+    with ExitStack() as cleanup:
+        for entry in entries:
+            cleanup.enter_context(worker(stack, f"{entry.name}-a", entry.name))
+        stack.add(DOOR, "bridge", "--port", str(port), HEADRACE_BRIDGE_GRPC_PORT=str(grpc_port))
+        cleanup.callback(stack.remove, DOOR)
+        stack.await_ready(DOOR)
+        yield SmallModels(f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}", entries)
+
+
+@pytest.fixture(scope="module")
+def small(
+    stack: RunningStack, minilm_dir: Path, magika_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SmallModels]:
+    """MiniLM and Magika; `everything`, with an input of each datatype and rank, and `brain` with those of BF16."""
+    made = tmp_path_factory.mktemp("made")
+    everything, brain = onnx_models.everything(made / EVERYTHING), onnx_models.brain(made / BRAIN)
+    with served(
+        stack,
+        ModelEntry(MINILM, "1", "onnx", str(minilm_dir), 256, slots=32, processor="text-embedding", cache=CacheEntry(ttl_s=600)),
+        ModelEntry(MAGIKA, "1", "onnx", str(magika_dir), 512, slots=32, processor="bytes-classification"),
+        ModelEntry(EVERYTHING, "1", "onnx", str(everything), 512, slots=8),
+        ModelEntry(BRAIN, "1", "onnx", str(brain), 512, slots=8),
+    ) as found:  # fmt: skip
+        yield found
+
+
+@pytest.fixture(scope="module")
+def made(stack: RunningStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallModels]:
+    """`picking` fails for what isn't in its table; `looping` has one instance, and takes as long as it is told."""
+    folder = tmp_path_factory.mktemp("made")
+    picking, looping = onnx_models.picking(folder / PICKING), onnx_models.looping(folder / LOOPING)
+    alone = {"max_batch_size": 1, "instances": 1}
+    with served(
+        stack,
+        ModelEntry(PICKING, "1", "onnx", str(picking), 512, slots=32, engine_args={"max_queue_delay_ms": 20}),
+        ModelEntry(LOOPING, "1", "onnx", str(looping), 512, slots=LOOPING_SLOTS, partitions=1, engine_args=alone),
+    ) as found:
+        yield found

@@ -1,0 +1,378 @@
+"""Small models on the whole path when something is wrong, late or crowded: wrong shapes, the model's own errors, deadlines, tiers and junk."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+
+from cli.records import Read
+from cli.registry import now_ms
+from infra.log import EventProducer
+from schemas.events import (
+    InferenceCompleted,
+    InferenceFailed,
+    InferenceRequested,
+    InferenceScheduled,
+    Reply,
+    Sampling,
+    Tensor,
+)
+from schemas.ids import request_id
+from schemas.topics import BATCH, GRANT_HEADER, INTERACTIVE, TOKENS, requests_topic, work_topic
+from tests.system.audit import Mark
+from tests.system.fixtures_small import LOOPING, LOOPING_SLOTS, PICKING, SmallModels
+from tests.system.running import CALL_WAIT_S, RunningStack
+from tests.system.small_door import async_door, key, tensor
+from tests.system.test_junk import dead_letters, send_junk
+
+ENDLESS = 1 << 40
+JOB_TURNS = 15_000
+"""Of a batch job: some 40 ms."""
+JOBS = 200
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+
+
+def picks(*indices: int) -> dict[str, Any]:
+    return {"inputs": [tensor("x", "INT64", [1, len(indices)], list(indices))]}
+
+
+def turns(count: int) -> dict[str, Any]:
+    return {"inputs": [tensor("turns", "INT64", [1, 1], [count])]}
+
+
+def within(milliseconds: int) -> dict[str, str]:
+    return {"X-Headrace-Timeout-Ms": str(milliseconds)}
+
+
+@pytest.fixture
+def http(stack: RunningStack, made: SmallModels) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=made.url, headers=key(stack), timeout=CALL_WAIT_S, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+def infer(stack: RunningStack, made: SmallModels) -> Iterator[Callable[[Any], Any]]:
+    """A request's message by gRPC: what came, an error too."""
+    metadata = (("authorization", key(stack)["Authorization"]),)
+    with grpc.insecure_channel(made.grpc) as channel:
+        call: Any = channel.unary_unary(
+            INFER, service_pb2.ModelInferRequest.SerializeToString, service_pb2.ModelInferResponse.FromString
+        )
+
+        def ask(request: Any) -> Any:
+            try:
+                return call(request, metadata=metadata, timeout=CALL_WAIT_S)
+            except grpc.RpcError as error:
+                return error
+
+        yield ask
+
+
+def message(shape: list[int], values: list[int], *, raw: bool) -> Any:
+    found = service_pb2.ModelInferRequest(model_name=PICKING)
+    item = found.inputs.add(name="x", datatype="INT64", shape=shape)
+    if raw:
+        found.raw_input_contents.append(struct.pack(f"<{len(values)}q", *values))
+    else:
+        item.contents.int64_contents.extend(values)
+    return found
+
+
+def outcomes(records: list[Read]) -> dict[str, list[str]]:
+    """The names of the events of each request, in their order."""
+    found: dict[str, list[str]] = {}
+    for item in records:
+        if name := getattr(item.event, "request_id", None):
+            found.setdefault(name, []).append(item.name)
+    return found
+
+
+# --- what is wrong -----------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_shape_is_refused_beside_a_right_one_and_reaches_no_topic(
+    stack: RunningStack, made: SmallModels, http: httpx.Client, infer: Callable[[Any], Any]
+) -> None:
+    """triton#7171, PR#3158: 7 values for a shape of [1, 5] in the window in which others send 5; and all else that a shape can be wrong in."""
+    path, right, five = f"/v2/models/{PICKING}/infer", [0, 1, 2, 1, 0], [10.0, 20.0, 30.0, 20.0, 10.0]
+    seven = [*right, 2, 2]
+
+    def rest(*given: dict[str, Any]) -> Callable[[], httpx.Response]:
+        return lambda: http.post(path, json={"inputs": list(given)})
+
+    def binary(shape: list[int], values: list[int]) -> Callable[[], httpx.Response]:
+        data = struct.pack(f"<{len(values)}q", *values)
+        described = {"name": "x", "datatype": "INT64", "shape": shape, "parameters": {"binary_data_size": len(data)}}
+        head = json.dumps({"inputs": [described]}).encode()
+        headers = {"Inference-Header-Content-Length": str(len(head))}
+        return lambda: http.post(path, content=head + data, headers=headers)
+
+    good = [
+        rest(tensor("x", "INT64", [1, 5], right)),
+        binary([1, 5], right),
+        *((lambda raw=raw: infer(message([1, 5], right, raw=raw))) for raw in (True, False)),
+    ]
+    bad = [
+        *(rest(tensor("x", "INT64", [1, 5], values)) for values in (seven, [*right, 2], right[:4], [], [right, right])),
+        *(rest(tensor("x", "INT64", shape, right)) for shape in ([5], [], [1, 5, 1], [5, 5], [-1, -5], [0, 5])),
+        rest(tensor("x", "INT32", [1, 5], right)),
+        rest(tensor("y", "INT64", [1, 5], right)),
+        rest(tensor("x", "INT64", [1, 5], right), tensor("x", "INT64", [1, 5], right)),
+        *(binary(shape, values) for shape, values in (([1, 5], seven), ([1, 5], right[:4]), ([1, 7], right))),
+        *(
+            (lambda raw=raw, values=values: infer(message([1, 5], values, raw=raw)))
+            for raw in (True, False)
+            for values in (seven, right[:4])
+        ),
+    ]
+    asked = [call for pair in zip(itertools.cycle(good), bad, strict=False) for call in pair]
+    mark = Mark(stack, "requests.")
+    with ThreadPoolExecutor(8) as callers:
+        found = list(callers.map(lambda call: call(), asked))
+    for answer in found[::2]:
+        if isinstance(answer, httpx.Response):
+            assert answer.json()["outputs"][0]["data"] == five, answer.text
+        else:
+            (raw,) = answer.raw_output_contents or [np.array(answer.outputs[0].contents.fp32_contents, "<f4").tobytes()]
+            assert np.frombuffer(raw, "<f4").tolist() == five
+    for answer in found[1::2]:
+        if isinstance(answer, httpx.Response):
+            assert (answer.status_code, list(answer.json())) == (400, ["error"]), answer.text
+            assert "x-request-id" not in answer.headers
+        else:
+            assert answer.code() is grpc.StatusCode.INVALID_ARGUMENT
+    events = [item.event for item in mark.records() if isinstance(item.event, InferenceRequested)]
+    assert sum(event.model == PICKING for event in events) == len(bad), "those that are right, and no other"
+
+
+def test_the_models_own_words_reach_the_caller_at_fault_and_its_neighbours_their_answers(
+    made: SmallModels, http: httpx.Client, infer: Callable[[Any], Any]
+) -> None:
+    with ThreadPoolExecutor(8) as callers:
+        path = f"/v2/models/{PICKING}/infer"
+        told = callers.map(lambda index: http.post(path, json=picks(index)), [0, 99, 2, 1] * 4)
+        called = callers.map(lambda index: infer(message([1, 1], [index], raw=True)), [77, 2])
+        found, (wrong, right) = list(told), list(called)
+    assert [answer.status_code for answer in found] == [200, 500, 200, 200] * 4
+    values = [answer.json()["outputs"][0]["data"] for answer in found if answer.is_success]
+    assert values == [[10.0], [30.0], [20.0]] * 4
+    for answer in found[1::4]:
+        assert list(answer.json()) == ["error"]
+        assert "the model failed: " in answer.json()["error"]
+        assert "idx=99" in answer.json()["error"]
+    assert wrong.code() is grpc.StatusCode.INTERNAL
+    assert "idx=77" in wrong.details()
+    assert ("headrace-reason", "engine_error") in [(each.key, each.value) for each in wrong.trailing_metadata()]
+    assert np.frombuffer(right.raw_output_contents[0], "<f4").tolist() == [30.0]
+
+
+def await_event(stack: RunningStack, name: str, what: str) -> None:
+    stack.until(lambda: stack.events(name, what))
+
+
+def test_a_models_error_takes_the_way_of_an_answer(stack: RunningStack, made: SmallModels, http: httpx.Client) -> None:
+    """No retry, no second attempt and no clock: its events are an answer's, but for the last."""
+    path = f"/v2/models/{PICKING}/infer"
+    good, bad = http.post(path, json=picks(1)), http.post(path, json=picks(99))
+    assert (good.status_code, bad.status_code) == (200, 500)
+    ways = []
+    for answer in (good, bad):
+        name = answer.headers["x-request-id"]
+        stack.ended(name)
+        await_event(stack, name, "InferenceAnswered")
+        ways.append(sorted((item.topic, item.name) for item in stack.history(name)))
+    failed = [(topic, name.replace("InferenceCompleted", "InferenceFailed")) for topic, name in ways[0]]
+    assert ways[1] == sorted(failed)
+    (ending,) = stack.events(bad.headers["x-request-id"], "InferenceFailed", TOKENS)
+    assert isinstance(ending.event, InferenceFailed)
+    assert (ending.event.source, ending.event.reason, ending.event.if_not_started) == ("worker", "engine_error", False)
+    assert ending.event.message == bad.json()["error"]
+
+
+def test_junk_among_its_work_stops_no_worker(stack: RunningStack, made: SmallModels, http: httpx.Client) -> None:
+    """What nobody can read is put aside; what no model takes fails with its reason; the next is served by the same process."""
+    before, mark = stack.pid(f"{PICKING}-a"), Mark(stack, "dead-letters")
+    topics = [work_topic(PICKING, "1", tier) for tier in (INTERACTIVE, BATCH)]
+    sent = stack.thread.run(send_junk(stack.kafka, topics, []))
+    good = Tensor("x", "INT64", (1, 1), struct.pack("<q", 1))
+    wrong: dict[str, dict[str, Any]] = {
+        "a prompt": {"inputs": None, "prompt_token_ids": (1, 2, 3)},
+        "no inputs": {"inputs": ()},
+        "another name": {"inputs": (Tensor("y", "INT64", (1, 1), good.data),)},
+        "another datatype": {"inputs": (Tensor("x", "FP32", (1, 2), good.data),)},
+        "an unknown datatype": {"inputs": (Tensor("x", "FP8", (1, 8), good.data),)},
+        "another rank": {"inputs": (Tensor("x", "INT64", (1,), good.data),)},
+        "more than it has": {"inputs": (Tensor("x", "INT64", (1, 5), good.data),)},
+        "less than it has": {"inputs": (Tensor("x", "INT64", (1, 1), good.data * 2),)},
+        "half an element": {"inputs": (Tensor("x", "INT64", (1, 1), good.data[:4]),)},
+        "a negative shape": {"inputs": (Tensor("x", "INT64", (-1, -1), good.data),)},
+        "a huge shape": {"inputs": (Tensor("x", "INT64", (1 << 40, 1 << 40), good.data),)},
+        "a rank of thousands": {"inputs": (Tensor("x", "INT64", (1,) * 5_000, good.data),)},
+        "cut texts": {"inputs": (Tensor("x", "BYTES", (1, 1), b"\xff\xff\xff\xff"),)},
+        "an unknown output": {"inputs": (good,), "outputs": ("z",)},
+    }  # fmt: skip
+    names = stack.thread.run(schedule(stack, list(wrong.values())))
+    for what, name in zip(wrong, names, strict=True):
+        stack.ended(name)
+        (ending,) = stack.events(name, "InferenceFailed", TOKENS)
+        assert isinstance(ending.event, InferenceFailed)
+        assert (what, ending.event.reason) == (what, "invalid_request")
+        assert ending.event.message
+    stack.until(lambda: dead_letters(mark).keys() >= set(sent))
+    assert http.post(f"/v2/models/{PICKING}/infer", json=picks(2)).json()["outputs"][0]["data"] == [30.0]
+    assert stack.pid(f"{PICKING}-a") == before
+
+
+async def schedule(stack: RunningStack, changes: list[dict[str, Any]]) -> list[str]:
+    """Writes work for `picking` as admission does, on all partitions in turn; the requests' ids."""
+    producer, found = EventProducer(stack.kafka, "test"), []
+    await producer.start()
+    try:
+        for number, changed in enumerate(changes):
+            name = request_id(now_ms(), os.urandom(10))
+            prompt = changed.pop("prompt_token_ids", ())
+            work = InferenceScheduled(
+                name, "acme", PICKING, "1", INTERACTIVE, prompt, Sampling(max_tokens=1), now_ms() + 60_000, now_ms(),
+                Reply(TOKENS, 0), "salt", **changed,
+            )  # fmt: skip
+            await producer.send_and_wait(work_topic(PICKING, "1", INTERACTIVE), work, partition=number % 2, key=name)
+            found.append(name)
+    finally:
+        await producer.stop()
+    return found
+
+
+# --- time --------------------------------------------------------------------------------------------------------------
+
+
+def begun(stack: RunningStack, mark: Mark, count: int = 1) -> None:
+    """Returns once so many requests have begun since the mark."""
+    stack.until(lambda: sum(item.name == "GenerationStarted" for item in mark.records()) >= count)
+
+
+async def test_a_deadline_is_kept_while_the_only_instance_is_busy(stack: RunningStack, made: SmallModels) -> None:
+    """triton#7512: refused at its deadline, and never runs, whether it waited in the log or in the worker; the busy one goes on, and the next is served."""
+    path = f"/v2/models/{LOOPING}/infer"
+    mark = Mark(stack, "tokens")
+    async with async_door(stack, made) as client:
+        busy = asyncio.create_task(client.post(path, json=turns(ENDLESS), headers=within(50_000)))
+        await asyncio.to_thread(begun, stack, mark)
+        waiting = [
+            asyncio.create_task(client.post(path, json=turns(1), headers=within(4_000))) for _ in range(LOOPING_SLOTS)
+        ]
+        await asyncio.to_thread(begun, stack, mark, LOOPING_SLOTS)
+        late = await client.post(path, json=turns(1), headers=within(1_000))
+        told = await asyncio.gather(*waiting)
+        assert not busy.done()
+        busy.cancel()
+        await asyncio.wait({busy})
+        after = await client.post(path, json=turns(3), headers=within(50_000))
+    assert after.json()["outputs"][0]["data"] == [3.0]
+    assert late.status_code in {503, 504}, "at its deadline, or before if it is known by then that its turn won't come"
+    assert [answer.status_code for answer in told] == [504] * LOOPING_SLOTS
+    events = outcomes(mark.records())
+    assert "GenerationStarted" not in events.get(late.headers["x-request-id"], [])
+    assert not any("InferenceCompleted" in events[answer.headers["x-request-id"]] for answer in told)
+
+
+async def test_one_that_does_not_end_is_ended_at_its_deadline_and_the_next_is_served(
+    made: SmallModels, stack: RunningStack
+) -> None:
+    path = f"/v2/models/{LOOPING}/infer"
+    async with async_door(stack, made) as client:
+        ended = await client.post(path, json=turns(ENDLESS), headers=within(2_000))
+        after = await client.post(path, json=turns(3), headers=within(50_000))
+    assert (ended.status_code, after.status_code) == (504, 200)
+    assert after.json()["outputs"][0]["data"] == [3.0]
+
+
+async def test_who_leaves_frees_the_instance(stack: RunningStack, made: SmallModels) -> None:
+    path = f"/v2/models/{LOOPING}/infer"
+    mark = Mark(stack, "tokens")
+    async with async_door(stack, made) as client:
+        gone = asyncio.create_task(client.post(path, json=turns(ENDLESS), headers=within(600_000)))
+        await asyncio.to_thread(begun, stack, mark)
+        gone.cancel()
+        await asyncio.wait({gone})
+        answer = await client.post(path, json=turns(2), headers=within(50_000))
+    assert answer.json()["outputs"][0]["data"] == [2.0]
+
+
+def test_a_live_call_is_next_before_two_hundred_jobs(
+    stack: RunningStack, made: SmallModels, http: httpx.Client
+) -> None:
+    """triton#6055: and its tier, deadline and tenant are the same at every hop, as are a job's."""
+    mark = Mark(stack, "tokens", "requests.", f"work.{LOOPING}.", "lifecycle")
+    jobs = stack.thread.run(write_jobs(stack))
+    stack.until(lambda: sum(item.name == "InferenceScheduled" for item in mark.records()) > JOBS // 10)
+    answer = http.post(f"/v2/models/{LOOPING}/infer", json=turns(1), headers=within(45_000))
+    live = answer.headers["x-request-id"]
+    assert answer.json()["outputs"][0]["data"] == [1.0]
+    at_once = mark.records()
+    times = {
+        (str(getattr(item.event, "request_id", "")), item.name): item.timestamp_ms
+        for item in at_once
+        if item.topic.startswith(("work.", "tokens"))
+    }
+    since, until = times[live, "InferenceScheduled"], times[live, "GenerationStarted"]
+    starts = [at for (name, what), at in times.items() if what == "GenerationStarted" and name in jobs]
+    ends = [at for (name, what), at in times.items() if what == "InferenceCompleted" and name in jobs]
+    assert len(ends) < JOBS, "they wait still"
+    assert sum(since < at < until for at in starts) <= 1, "one whose turn had come already"
+    assert sum(until < at < times[live, "InferenceCompleted"] for at in ends) <= 2, (
+        "one that ran, and one that was told"
+    )
+    stack.ended(live)
+    check_hops(mark.records(), live, INTERACTIVE, 45_000)
+    stack.until(
+        lambda: sum(item.name == "InferenceCompleted" and item.topic == "lifecycle" for item in mark.records()) > JOBS
+    )
+    check_hops(mark.records(), jobs[-1], BATCH, 120_000)
+
+
+def check_hops(records: list[Read], name: str, tier: str, timeout_ms: int) -> None:
+    events = {item.name: item for item in records if getattr(item.event, "request_id", "") == name}
+    asked, work = events["InferenceRequested"], events["InferenceScheduled"].event
+    assert asked.topic == requests_topic(tier)
+    assert isinstance(work, InferenceScheduled)
+    assert work.deadline_ms == asked.timestamp_ms + timeout_ms
+    for what in (
+        "InferenceScheduled",
+        "InferenceAdmitted",
+        "GenerationStarted",
+        "InferenceStarted",
+        "InferenceCompleted",
+    ):
+        event: Any = events[what].event
+        assert (what, event.tenant, event.tier) == (what, "acme", tier)
+    assert isinstance(events["InferenceCompleted"].event, InferenceCompleted)
+
+
+async def write_jobs(stack: RunningStack) -> list[str]:
+    """Batch jobs, straight to the log; their ids."""
+    grant = json.loads(
+        await asyncio.to_thread(lambda: stack.command("tenants", "grant", "acme", "--tiers", "batch", "--json").stdout)
+    )
+    headers, producer = ((GRANT_HEADER, grant["grant"].encode()),), EventProducer(stack.kafka, "batch")
+    work = Tensor("turns", "INT64", (1, 1), struct.pack("<q", JOB_TURNS))
+    names = [request_id(now_ms(), os.urandom(10)) for _ in range(JOBS)]
+    await producer.start()
+    try:
+        for name in names:
+            asked = InferenceRequested(name, LOOPING, inputs=(work,), timeout_ms=120_000)
+            await producer.send(requests_topic(BATCH), asked, key="acme", headers=headers)
+    finally:
+        await producer.stop()
+    return names

@@ -1,0 +1,195 @@
+"""Requests of an ONNX model that end before their end: deadlines, callers who leave, runs that never end, and shutdowns."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from schemas.errors import HeadraceError
+from schemas.reasons import Reason
+from tests.onnx_models import doubling, looping
+from tests.workers.onnx_site import array, floats, request, serving, tensor
+from workers.engines import batcher, onnx
+from workers.engines.onnx import OnnxEngine
+from workers.engines.onnx_session import Session
+from workers.engines.port import EngineConfig, EngineDead
+from workers.engines.tensors import TensorEngine
+
+ENDLESS = 1 << 62
+
+
+@pytest.fixture
+def begun() -> threading.Event:
+    """Set once a run hangs. One whose callers all left before that is never begun, and so nothing hangs."""
+    return threading.Event()
+
+
+@pytest_asyncio.fixture(loop_scope="function")
+async def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: threading.Event) -> AsyncIterator[OnnxEngine]:
+    """An engine whose runs don't end when they are told to."""
+    released = threading.Event()
+
+    def hang(*_args: object) -> list[Any]:
+        begun.set()
+        released.wait(60)
+        return []
+
+    monkeypatch.setattr(batcher, "GRACE_MS", 10)
+    monkeypatch.setattr(batcher, "STUCK_MS", 30)
+    monkeypatch.setattr(Session, "run", hang)
+    engine = OnnxEngine(EngineConfig("m", str(doubling(tmp_path)), 1, 8, {"max_queue_delay_ms": 20, "instances": 1}))
+    await engine.start()
+    yield engine
+    released.set()
+    await engine.shutdown()
+
+
+async def test_a_deadline_is_kept_while_the_only_instance_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """triton#7512: it is told while the other still runs, and it never runs."""
+    ran: list[Any] = []
+    run = Session.run
+
+    def watched(session: Session, feeds: Any, fetch: Any, options: Any) -> Any:
+        ran.append(feeds["turns"].tolist())
+        return run(session, feeds, fetch, options)
+
+    monkeypatch.setattr(Session, "run", watched)
+    async with serving(looping(tmp_path)) as engine:
+        busy = asyncio.create_task(engine.infer(request(tensor("turns", "INT64", [[ENDLESS]]))))
+        await until_running(engine)
+        late = request(tensor("turns", "INT64", [[1]]), within_ms=50)
+        with pytest.raises(HeadraceError, match="before the model came to it") as told:
+            await engine.infer(late)
+        assert told.value.reason is Reason.DEADLINE_EXCEEDED
+        assert engine.stats().waiting == 0
+        assert not busy.done()
+        busy.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await busy
+        await until_idle(engine)
+        await engine.infer(request(tensor("turns", "INT64", [[2]])))
+    assert ran == [[[ENDLESS]], [[2]]]
+
+
+async def test_one_that_never_ends_is_ended_and_its_neighbours_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batcher, "GRACE_MS", 20)
+    async with serving(looping(tmp_path), max_queue_delay_ms=20) as engine:
+        endless = request(tensor("turns", "INT64", [[ENDLESS]]), within_ms=500)
+        short = request(tensor("turns", "INT64", [[3]]))
+        told, beside, after = await asyncio.gather(
+            engine.infer(endless), engine.infer(short), engine.infer(short), return_exceptions=True
+        )
+    assert isinstance(told, HeadraceError)
+    assert (told.reason, told.message) == (
+        Reason.DEADLINE_EXCEEDED,
+        "the request's deadline passed while the model ran",
+    )
+    assert [array(each).tolist() for each in (beside, after)] == [[[3.0]]] * 2
+
+
+@pytest.mark.parametrize(("cores", "instances"), [(2, 2), (4, 2), (2, None)])
+async def test_an_endless_instance_does_not_stall_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, instances: int | None
+) -> None:
+    """With sessions of their own, with one for both, and where nothing is said of instances."""
+    monkeypatch.setattr(onnx, "usable_cores", lambda: cores)
+    async with serving(looping(tmp_path), instances=instances) as engine:
+        busy = asyncio.create_task(engine.infer(request(tensor("turns", "INT64", [[ENDLESS]]))))
+        await until_running(engine)
+        for turns in (1, 2, 3):
+            found = await engine.infer(request(tensor("turns", "INT64", [[turns]])))
+            assert array(found).tolist() == [[turns]]
+        busy.cancel()
+        await asyncio.gather(busy, return_exceptions=True)
+        await until_idle(engine)
+
+
+async def test_one_whose_caller_left_never_runs(tmp_path: Path) -> None:
+    async with serving(looping(tmp_path)) as engine:
+        busy = asyncio.create_task(engine.infer(request(tensor("turns", "INT64", [[ENDLESS]]))))
+        await until_running(engine)
+        waiting = asyncio.create_task(engine.infer(request(tensor("turns", "INT64", [[ENDLESS]]))))
+        await asyncio.sleep(0)
+        assert engine.stats().waiting == 1
+        for task in (waiting, busy):
+            task.cancel()
+        await asyncio.gather(waiting, busy, return_exceptions=True)
+        await until_idle(engine)
+        assert array(await engine.infer(request(tensor("turns", "INT64", [[2]])))).tolist() == [[2]]
+
+
+async def test_two_hundred_of_low_priority_let_one_of_high_priority_by(tmp_path: Path) -> None:
+    """triton#6055."""
+    async with serving(doubling(tmp_path), max_batch_size=1) as engine:
+        ended: list[str] = []
+
+        async def ask(name: str, priority: int) -> None:
+            await engine.infer(request(floats([1, 2]), priority=priority))
+            ended.append(name)
+
+        batch = [asyncio.create_task(ask("batch", 1)) for _ in range(200)]
+        await asyncio.sleep(0)
+        await ask("live", 0)
+        await asyncio.gather(*batch)
+    assert ended.index("live") <= 2, "one may have run, and one have been told before it"
+
+
+async def test_when_every_instance_hangs_the_engine_is_dead(hanging: OnnxEngine, begun: threading.Event) -> None:
+    busy = asyncio.create_task(hanging.infer(request(floats([1, 2]))))
+    assert await asyncio.to_thread(begun.wait, 60)
+    waiting = asyncio.create_task(hanging.infer(request(floats([1, 2]))))
+    busy.cancel()
+    with pytest.raises(EngineDead, match="every instance"):
+        await waiting
+    with pytest.raises(EngineDead):
+        hanging.stats()
+
+
+async def test_so_it_is_when_several_were_in_the_run(hanging: OnnxEngine, begun: threading.Event) -> None:
+    patience_ms = (50, 100, 60_000)
+    tasks = [asyncio.create_task(hanging.infer(request(floats([1, 2]), within_ms=ms))) for ms in patience_ms]
+    for late in tasks[:2]:
+        with pytest.raises(HeadraceError, match="deadline passed"):
+            await late
+    assert await asyncio.to_thread(begun.wait, 60)
+    assert not tasks[2].done()
+    tasks[2].cancel()
+    with pytest.raises(EngineDead):
+        await until_idle(hanging)
+
+
+async def test_a_shutdown_fails_what_is_there_and_ends_the_run(tmp_path: Path) -> None:
+    engine = OnnxEngine(EngineConfig("m", str(looping(tmp_path)), 1, 8, {"instances": 1}))
+    await engine.start()
+    assert isinstance(engine, TensorEngine)
+    tasks = [asyncio.create_task(engine.infer(request(tensor("turns", "INT64", [[ENDLESS]])))) for _ in range(2)]
+    await until_running(engine)
+    await engine.shutdown()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(outcome, HeadraceError)
+        assert outcome.reason is Reason.UNAVAILABLE
+    await engine.shutdown()
+    with pytest.raises(EngineDead, match="isn't started"):
+        await engine.infer(request())
+
+
+async def until_running(engine: OnnxEngine) -> None:
+    async with asyncio.timeout(30):
+        while not engine.stats().running:  # noqa: ASYNC110  # an engine tells nobody
+            await asyncio.sleep(0.001)
+
+
+async def until_idle(engine: OnnxEngine) -> None:
+    async with asyncio.timeout(30):
+        while engine.stats().running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)

@@ -1,0 +1,105 @@
+"""An answer in tensors that is too large to be written ends all the same, and says why; the next is told as ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.log import EventProducer
+from infra.objects_folder import FolderStore
+from infra.payloads import Payloads
+from infra.settings import KafkaSettings
+from schemas.events import (
+    Attempt,
+    GenerationStarted,
+    InferenceCompleted,
+    InferenceFailed,
+    InferenceScheduled,
+    Reply,
+    Sampling,
+    Tensor,
+)
+from schemas.topics import ANSWER_MAX_BYTES
+from tests.workers.test_answer import Broker
+from workers.engines.port import EngineStats
+from workers.engines.tensors import TensorRequest, TensorResult
+from workers.job import Tools
+from workers.slots import Slots
+from workers.tensor_job import TensorModel
+from workers.work import fresh_plan
+
+RID = "01890a5d-ac96-774b-bcce-b302099a8057"
+
+
+class Zeros:
+    """Gives as many bytes as it is asked for."""
+
+    async def start(self) -> None:
+        pass
+
+    async def infer(self, request: TensorRequest) -> TensorResult:
+        size = int(request.parameters["size"])
+        return TensorResult((Tensor("y", "UINT8", (size,), bytes(size)),), 1, 0.0, 0.0)
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    async def shutdown(self) -> None:
+        pass
+
+
+class Log(Broker):
+    """Takes what the log's own producer can encode."""
+
+    def __init__(self, producer: EventProducer) -> None:
+        super().__init__(0)
+        self._producer = producer
+
+    async def send(self, _topic: str, event: Any, **more: Any) -> asyncio.Future[Any]:
+        await self._producer.encoded(event, more["encoding"], more["owner"])
+        return await super().send(_topic, event, **more)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Log:
+    return Log(EventProducer(KafkaSettings(), "test", Payloads(FolderStore(tmp_path))))
+
+
+async def run(log: Log, size: int) -> tuple[str, list[Any]]:
+    """The outcome of a request for so many bytes, and what was written of it."""
+    slots, before = Slots(1, lambda: None), len(log.events)
+    slots.take()
+    tools = Tools(log, slots, "w", 0, lambda _count: None)  # type: ignore[arg-type]
+    deadline_ms = int(time.time() * 1000) + 60_000
+    work = InferenceScheduled(
+        RID, "acme", "m", "1", "batch", (), Sampling(), deadline_ms, 0, Reply("tokens.acme", 0), "s",
+        inputs=(Tensor("x", "UINT8", (1,), b"a"),), parameters={"size": str(size)},
+    )  # fmt: skip
+    job = TensorModel(Zeros()).job(tools, work, Attempt(1, 1), fresh_plan(work), (), fenced=False)
+    async with asyncio.timeout(60):
+        return await job.run(0.0), log.events[before:]
+
+
+async def test_one_with_more_than_the_object_store_takes_fails_with_its_reason(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("infra.log.INLINE_MAX_BYTES", 10_000)
+    monkeypatch.setattr("infra.payloads.OBJECT_MAX_BYTES", 20_000)
+    outcome, events = await run(log, 20_000)
+    assert outcome == "answer_too_large"
+    assert [type(event) for event in events] == [GenerationStarted, InferenceFailed]
+    assert events[-1].reason == "answer_too_large"
+    outcome, events = await run(log, 15_000)
+    assert outcome == "completed"
+    assert isinstance(events[-1], InferenceCompleted)
+
+
+async def test_one_with_more_than_an_answer_may_have_fails_before_it_is_written(log: Log) -> None:
+    outcome, events = await run(log, ANSWER_MAX_BYTES + 1)
+    assert outcome == "answer_too_large"
+    assert isinstance(events[-1], InferenceFailed)
+    assert f"the outputs have {ANSWER_MAX_BYTES + 1} bytes" in events[-1].message
