@@ -11,6 +11,8 @@ ARGS ?=
 ENGINE ?= cpu
 RUN = $(PYTHON) scripts/bootstrap.py --extras
 DEV = $(ENGINE),onnx,stores,test
+# Of pytest, each with a broker of its own: tests mostly wait.
+PROCESSES ?= 2
 CHAOS_SEED ?= 1
 CHAOS_MINUTES ?= 5
 CHAOS_STREAMS ?= 500
@@ -24,11 +26,11 @@ help:  ## Print this help
 	@echo
 	@echo "The first run installs about 7 GB into .venv and takes minutes; later runs start at once."
 
-demo:  ## Start everything, ask one question, stay up (ARGS=--once: end after the answer)
-	@$(RUN) $(ENGINE) -- headrace up --demo $(ARGS)
+demo:  ## Start everything, ask a question, embed, classify, stay up (ARGS=--once: end after the answers)
+	@$(RUN) $(ENGINE),onnx -- headrace up --demo $(ARGS)
 
 test:  ## Run the tests (ARGS goes to pytest)
-	@$(RUN) $(DEV) -- pytest $(ARGS)
+	@$(RUN) $(DEV) -- pytest -n $(PROCESSES) $(ARGS)
 
 chaos:  ## Kill, freeze and restart everything for minutes while callers read (CHAOS_SEED=1 CHAOS_MINUTES=5 CHAOS_STREAMS=500)
 	@CHAOS_SEED=$(CHAOS_SEED) CHAOS_MINUTES=$(CHAOS_MINUTES) CHAOS_STREAMS=$(CHAOS_STREAMS) \

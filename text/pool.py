@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import TypeVar
 
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 from text.chat import ChatMessage, encode_chat
 from text.tokenizer import Tokenizer, no_panic
 
+T = TypeVar("T")
 INLINE_CHARS = 2_048
 MAX_WAITING = 1_024
 
@@ -39,6 +41,16 @@ class TokenizePool:
         """`tokenizer.encode` of `text`."""
         return await self._run(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
+    async def encode_all(
+        self, tokenizer: Tokenizer, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """`tokenizer.encode` of each text."""
+
+        def each() -> list[list[int]]:
+            return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        return await self._run(sum(map(len, texts)), each)
+
     async def encode_chat(
         self, tokenizer: Tokenizer, messages: Sequence[ChatMessage], *, now_ms: int | None = None
     ) -> list[int]:
@@ -50,8 +62,8 @@ class TokenizePool:
         """Drop what waits, and let what runs come to its end unheeded."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, chars: int, tokenise: Callable[[], list[int]]) -> list[int]:
-        def work() -> list[int]:
+    async def _run(self, chars: int, tokenise: Callable[[], T]) -> T:
+        def work() -> T:
             with no_panic("the tokenizer fails on this input"):
                 return tokenise()
 

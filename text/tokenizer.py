@@ -121,7 +121,7 @@ class HfTokenizer:
         kinds = _decoder_steps(json.loads(tokenizer.to_str()).get("decoder"))
         self.strips_leading_space = _strips_leading_space(kinds)
         self._special = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
-        self._bytes = _byte_table(tokenizer, self._special, byte_level="ByteLevel" in {k["type"] for k in kinds})
+        self._bytes = _byte_table(tokenizer, self._special, {kind["type"]: kind for kind in kinds})
         self.vocab_size = len(self._bytes)
 
     @classmethod
@@ -139,6 +139,8 @@ class HfTokenizer:
     @classmethod
     def _read(cls, path: Path) -> HfTokenizer:
         tokenizer = FastTokenizer.from_file(str(path / "tokenizer.json"))
+        tokenizer.no_padding()  # a text's tokens are its own, all of them, whatever its trainers cut or padded to
+        tokenizer.no_truncation()
         config = _read_json(path / "tokenizer_config.json")
         special_tokens = _special_tokens({**_read_json(path / "special_tokens_map.json"), **config})
         return cls(
@@ -196,7 +198,7 @@ def valid_unicode(text: str) -> bytes:
         raise HeadraceError(Reason.INVALID_REQUEST, f"unpaired surrogate at character {error.start}") from error
 
 
-def _byte_table(tokenizer: FastTokenizer, special: frozenset[int], *, byte_level: bool) -> list[bytes]:
+def _byte_table(tokenizer: FastTokenizer, special: frozenset[int], decoder: Mapping[str, Any]) -> list[bytes]:
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocab.values(), default=-1) + 1)
     byte_of = _byte_level_alphabet()
@@ -204,8 +206,10 @@ def _byte_table(tokenizer: FastTokenizer, special: frozenset[int], *, byte_level
     for piece, token_id in vocab.items():
         if token_id in special:
             table[token_id] = added[token_id].content.encode()
-        elif byte_level:
+        elif "ByteLevel" in decoder:
             table[token_id] = _byte_level_bytes(piece, byte_of)
+        elif "WordPiece" in decoder:
+            table[token_id] = _word_piece_bytes(piece, decoder["WordPiece"].get("prefix", "##"))
         else:
             table[token_id] = _sentencepiece_bytes(piece)
     return table
@@ -225,6 +229,11 @@ def _byte_level_bytes(piece: str, byte_of: Mapping[str, int]) -> bytes:
     return piece.encode()
 
 
+def _word_piece_bytes(piece: str, prefix: str) -> bytes:
+    """A piece with the prefix goes on with a word; any other begins one. Where the decoder then takes spaces away is known of a whole text only."""
+    return piece.removeprefix(prefix).encode() if piece.startswith(prefix) else f" {piece}".encode()
+
+
 def _sentencepiece_bytes(piece: str) -> bytes:
     fallback = _BYTE_FALLBACK.fullmatch(piece)
     if fallback is not None:
@@ -237,7 +246,7 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     if decoder is None:
         raise HeadraceError(Reason.INTERNAL_ERROR, "the tokenizer names no decoder")
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    known = {"ByteLevel", "Metaspace", "ByteFallback", "Fuse", "Replace", "Strip"}
+    known = {"ByteLevel", "Metaspace", "ByteFallback", "Fuse", "Replace", "Strip", "WordPiece"}
     unknown = {step["type"] for step in steps} - known
     if unknown:
         names = ", ".join(sorted(unknown))
@@ -248,6 +257,8 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 def _strips_leading_space(steps: list[dict[str, Any]]) -> bool:
     for step in steps:
         if step["type"] == "Strip" and step.get("content") == " " and step.get("start", 0) > 0:
+            return True
+        if step["type"] == "WordPiece":
             return True
         if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
             return True
