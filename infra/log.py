@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ Headers = Sequence[tuple[str, bytes]]
 
 REQUEST_TIMEOUT_MS = 15_000
 TOPIC_WAIT_S = 5.0
+LOOKS_MAX = 2  # an update that is under way already may have been asked without the topic
 FLUSH_WAIT_S = 10.0
 ABANDON_WAIT_S = 1.0
 REBUILD_TRIES_MAX = 8
@@ -79,6 +81,7 @@ class EventProducer:
         self._log = structlog.get_logger(process)
         self._producer: AIOKafkaProducer | None = None
         self._topics: set[str] = set()
+        self._meeting: Counter[str] = Counter()
         self._outstanding: set[asyncio.Future[RecordMetadata]] = set()
         self._ready = asyncio.Event()
         self._rebuilding: asyncio.Task[None] | None = None
@@ -255,7 +258,10 @@ class EventProducer:
         producer = await self._usable()
         if topic not in self._topics:
             await self._meet(producer, topic)
-        if partition not in (producer.client.cluster.partitions_for_topic(topic) or ()):
+        for _ in range(LOOKS_MAX):
+            if partition in (producer.client.cluster.partitions_for_topic(topic) or ()):
+                return
+            producer.client.add_topic(topic)
             await producer.client.force_metadata_update()  # the topic may have grown
         if partition not in (producer.client.cluster.partitions_for_topic(topic) or ()):
             raise NoSuchPartition(f"the topic {topic} has no partition {partition}")
@@ -274,16 +280,21 @@ class EventProducer:
 
         It is missing only if the broker says so: one that is silent for so long may have it.
         """
+        self._meeting[topic] += 1
         try:
+            producer.client.add_topic(topic)
             await asyncio.wait_for(producer.partitions_for(topic), TOPIC_WAIT_S)
         except (TimeoutError, KafkaError) as error:
             silent = await silence(producer.client, self._settings)
             if producer.client.cluster.partitions_for_topic(topic) is None:
-                producer.client.set_topics(set(self._topics))
+                producer.client.set_topics(self._topics.union(self._meeting - Counter([topic])))
                 if silent is None and isinstance(error, TimeoutError):
                     raise NoSuchPartition(f"the topic {topic} doesn't exist") from None
                 raise NotDelivered(f"a record for {topic} can't be sent: {silent or error}") from error
-        self._topics.add(topic)
+        finally:
+            self._meeting[topic] -= 1
+        if producer is self._producer:  # else another has taken its place, and knows nothing yet
+            self._topics.add(topic)
 
     async def _buffer(
         self,

@@ -138,6 +138,49 @@ async def test_a_topic_that_grew_is_noticed(kafka: KafkaSettings, producer: Even
     assert (await producer.send_and_wait(topic, event, partition=3)).partition == 3
 
 
+async def test_a_missing_topic_takes_none_along_that_is_met_meanwhile(
+    kafka: KafkaSettings, producer: EventProducer, topic: str, monkeypatch
+):
+    """What isn't there is forgotten, or aiokafka would ask for it for ever; what another task is just meeting stays."""
+    await producer.require(SCHEMAS, 0)
+    inner = producer._producer
+    assert inner is not None
+    partitions_for, forgotten = inner.partitions_for, asyncio.Event()
+
+    async def late(name: str) -> set[int]:
+        found: set[int] = await partitions_for(name)
+        if name == topic:
+            await forgotten.wait()
+        return found
+
+    async def meet_the_missing() -> None:
+        with pytest.raises(NoSuchPartition):
+            await producer.require("no-such-topic", 0)
+        forgotten.set()
+
+    monkeypatch.setattr(inner, "partitions_for", late)
+    monkeypatch.setattr(log_module, "TOPIC_WAIT_S", 2.0)
+    meeting = asyncio.create_task(producer.require(topic, 1))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(log_module, "TOPIC_WAIT_S", 0.3)
+    await meet_the_missing()
+    await meeting
+    await inner.client.force_metadata_update()
+    assert inner.client.cluster.partitions_for_topic(topic)
+    await producer.require(topic, 1)
+
+
+async def test_a_topic_that_the_client_no_longer_asks_for_is_met_again(producer: EventProducer, topic: str):
+    await producer.require(topic, 1)
+    inner = producer._producer
+    assert inner is not None
+    inner.client.set_topics({SCHEMAS})
+    await inner.client.force_metadata_update()
+    assert inner.client.cluster.partitions_for_topic(topic) is None
+
+    await producer.require(topic, 1)
+
+
 async def test_the_largest_record_passes_and_one_byte_more_does_not(producer: EventProducer, topic: str):
     size = RECORD_MAX_BYTES
     future = None
