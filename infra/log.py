@@ -282,7 +282,6 @@ class EventProducer:
         """
         self._meeting[topic] += 1
         try:
-            producer.client.add_topic(topic)
             await asyncio.wait_for(producer.partitions_for(topic), TOPIC_WAIT_S)
         except (TimeoutError, KafkaError) as error:
             silent = await silence(producer.client, self._settings)

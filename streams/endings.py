@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -51,6 +51,8 @@ FETCH_WAIT_MS = 200
 """Callers read `tokens` themselves and nobody waits for an ending here, so chunks are fetched many at once, this late at most;"""
 FETCH_BYTES_MIN = 256 * 1024
 """or as soon as there are so many bytes. A fetch for each chunk costs as much as all else that is done for it."""
+AT_ONCE_BYTES_MAX = 64 * 1024
+"""An answer of no more content is surely small enough for a record, whatever its characters take."""
 CONTENT_BYTES_TOTAL_MAX = 512 * 1024 * 1024
 """Answers held in memory over all partitions; beyond it the oldest are let go and end as too large."""
 
@@ -132,8 +134,8 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         if fault is not None:
             self._bury(table, record, fault.reason, fault.message)
         elif isinstance(event, Input):
-            for output in table.apply(record.offset, record.timestamp, event):
-                self.writes.begin(self._write(output, record))
+            for outputs in _together(table.apply(record.offset, record.timestamp, event)):
+                self.writes.begin(self._write(outputs, record))
         elif isinstance(event, InferenceJoined):  # for its caller; the stream that answers it has its own ending
             table.skip(record.offset)
         else:
@@ -146,22 +148,21 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         except Undecodable as fault:
             return None, fault
 
-    async def _write(self, output: Output, record: ConsumerRecord) -> None:
-        """One record; ids derive from the request, so that a repetition is recognised."""
+    async def _write(self, outputs: Sequence[Output], record: ConsumerRecord) -> None:
+        """What one record caused; ids derive from the request, so that a repetition is recognised."""
         trace = child(record.headers)
-        if not isinstance(output, InferenceAnswered):
-            await deliver(self._producer, [Outgoing(LIFECYCLE, output, output.tenant)], trace)
-            _count(output)
-            return
         try:
-            keeps = output.cache_key and _content_bytes(output) <= ENTRY_BYTES_MAX
-            name = [(CACHE_HEADER, output.cache_key.encode())] if keeps else []
-            await deliver(self._producer, [Outgoing(ANSWERS, output, output.request_id)], [*trace, *name])
+            await deliver(self._producer, [_outgoing(output) for output in outputs], trace)
         except (RecordTooLarge, StoreAway) as error:
-            log.error("an answer is kept without its content", request_id=output.request_id, error=error.message)
+            log.error("an answer is kept without its content", request_id=outputs[0].request_id, error=error.message)
             reason = Reason.ANSWER_TOO_LARGE if isinstance(error, RecordTooLarge) else Reason.PAYLOAD_LOST
-            kept = without_content(output, reason.text, reason)
-            await deliver(self._producer, [Outgoing(ANSWERS, kept, output.request_id)], trace)
+            kept = [
+                without_content(output, reason.text, reason) if isinstance(output, InferenceAnswered) else output
+                for output in outputs
+            ]
+            await deliver(self._producer, [_outgoing(output) for output in kept], trace)
+        for output in outputs:
+            _count(output)
 
     def _bury(self, table: FoldTable, record: ConsumerRecord, reason: Reason, message: str) -> None:
         if table.skip(record.offset):
@@ -214,6 +215,24 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
                 await self.commit()
             except KafkaError as error:
                 log.warning("can't commit yet", error=type(error).__name__)
+
+
+def _together(outputs: Sequence[Output]) -> Iterable[Sequence[Output]]:
+    """What is written at once: an ending doesn't wait until a large answer is in the object store."""
+    if not outputs:
+        return ()
+    large = any(
+        isinstance(output, InferenceAnswered) and _content_bytes(output) > AT_ONCE_BYTES_MAX for output in outputs
+    )
+    return [(output,) for output in outputs] if large else (outputs,)
+
+
+def _outgoing(output: Output) -> Outgoing:
+    if not isinstance(output, InferenceAnswered):
+        return Outgoing(LIFECYCLE, output, output.tenant)
+    keeps = output.cache_key and _content_bytes(output) <= ENTRY_BYTES_MAX
+    name = ((CACHE_HEADER, output.cache_key.encode()),) if keeps else ()
+    return Outgoing(ANSWERS, output, output.request_id, headers=name)
 
 
 def _content_bytes(answer: InferenceAnswered) -> int:

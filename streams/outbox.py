@@ -22,7 +22,10 @@ log = structlog.get_logger("streams.outbox")
 @quick
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One record to write: the event, where it goes, and how it is written. `value` is the event as `EventProducer.encoded` gave it, if it did."""
+    """One record to write: the event, where it goes, and how it is written.
+
+    `value` is the event as `EventProducer.encoded` gave it, if it did; `headers` come to those of all that is written with it.
+    """
 
     topic: str
     event: Event
@@ -30,6 +33,7 @@ class Outgoing:
     partition: int | None = None
     encoding: str = "avro"
     value: bytes | None = None
+    headers: Headers = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ async def _send(
             headers=headers,
             encoding=record.encoding,
         )
+    if record.headers:
+        headers = (*headers, *record.headers)
     if record.value is not None:
         key = None if record.key is None else record.key.encode()
         return await producer.send_raw(record.topic, record.value, key, record.partition, headers)

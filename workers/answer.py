@@ -33,7 +33,8 @@ from schemas.events import (
 from schemas.reasons import Reason
 
 START_LINGER_S = 0.005
-"""How long the start waits for the first tokens, to travel with them."""
+"""How long the start waits for the first tokens, to travel with them. That of tensors, which have none, waits as long as chunks that nobody watches:
+most runs are over by then."""
 IN_FLIGHT_MAX = 4
 """Sends of one answer that the broker may have yet to confirm."""
 PENDING_TOKENS_MAX = 512
@@ -100,7 +101,8 @@ class Answer:
             work.request_id, work.tenant, work.model, work.version, work.tier, self.attempt, from_tokens, work.prompt_tokens or len(work.prompt_token_ids), self._worker_id, queue_ms, work.sampling,
             None if any(from_tokens) else work.rates, work.cache_key,
         )  # fmt: skip
-        self._timer = asyncio.get_running_loop().call_later(START_LINGER_S, self._announce_beside)
+        linger_s = START_LINGER_S if work.inputs is None else WHOLE_LINGER_S
+        self._timer = asyncio.get_running_loop().call_later(linger_s, self._announce_beside)
 
     async def started(self) -> None:
         """Returns when the broker has confirmed the start."""

@@ -106,7 +106,7 @@ async def test_an_answer_that_the_object_store_is_too_small_for_is_kept_without_
     for size in (20_000, 15_000):
         outputs = (Tensor("y", "UINT8", (size,), bytes(size)),)
         answer = InferenceAnswered(RID, "acme", "m", "1", "interactive", (), Usage(1, 0), outputs=outputs)
-        await endings._write(answer, record)
+        await endings._write([answer], record)
     kept, stored = [Codec().decode(value) for value in producer.values]
     assert isinstance(kept, InferenceAnswered)
     assert (kept.error_reason, kept.outputs) == ("answer_too_large", ())
