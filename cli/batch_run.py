@@ -78,6 +78,7 @@ class Runner:
         self._wait_until_s = 0.0
         self._replaying = True
         self._spoilt = False
+        self._unnoted = False
         self._asked = 0
         self._read: dict[int, int] = dict(job.positions)
         self._saved_s = 0.0
@@ -204,6 +205,8 @@ class Runner:
 
     async def _send(self, producer: EventProducer, flight: Flight, part: int) -> None:
         """Into the log; what the log didn't take is sent again, under its id."""
+        if self._unnoted:  # the log answers an id once: who goes on after a kill must know that answer for the job's
+            self._save()
         request = replace(flight.requests[part], request_id=self.job.id_of(flight.unit, part))
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + AWAY_MAX_S
@@ -325,6 +328,7 @@ class Runner:
         """Whether an error isn't the unit's last word."""
         tries = self.job.tries_of(flight.unit, part.part)
         found = verdict(reason, event.retry_after_ms, tries, 1 if flight.split else len(flight.lines))
+        self._unnoted |= found.then is not Then.LAST
         match found.then:
             case Then.LAST:
                 return False
@@ -390,4 +394,5 @@ class Runner:
                 positions[partition] = min(positions.get(partition, offset), offset)
         self.job.positions = positions
         self._files.save(self.job)
+        self._unnoted = False
         self._saved_s = asyncio.get_running_loop().time()

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ class Job:
     def run(self, *options: str) -> Result:
         return CliRunner().invoke(cli, self.arguments(*options), standalone_mode=False)
 
-    def start(self, *options: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "cli.main", *self.arguments(*options)]
+    def start(self, *options: str, program: Sequence[str] = ("cli.main",)) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", *program, *self.arguments(*options)]
         return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     @property
@@ -218,6 +219,28 @@ def test_a_killed_job_goes_on_and_asks_nothing_twice(job: Job, answering: Answer
     again = job.run("--model", EMBED)
     assert again.return_value == 0
     assert len(answering.requests) == asked
+
+
+@pytest.mark.parametrize("model", [CHAT, EMBED], ids=["each anew", "in parts"])
+def test_what_was_asked_again_before_the_kill_is_not_waited_for_in_vain(
+    job: Job, answering: Answering, model: str
+) -> None:
+    """The log answers an id once: the job that goes on must know each, wherever in `answers` the first's error stands."""
+    script = {"once": "overloaded"} if model == CHAT else {"error": "context_length_exceeded"}
+    contents = [json.dumps({**script, "number": number}) for number in range(40)]
+    job.write(*({"text": text} for text in contents))
+    if model == CHAT:
+        messages = [[{"role": "user", "content": text}] for text in contents]
+        job.write(*(openai_line(f"line-{n + 1}", "/v1/chat/completions", messages=m) for n, m in enumerate(messages)))
+    heard = 79 if model == CHAT else 40
+    process = job.start("--model", model, program=("tests.cli.batch_crash", "SIGKILL", "heard", str(heard)))
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == -signal.SIGKILL
+    process = job.start("--model", model)
+    _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == (model == EMBED), errors
+    assert len(job.by_id) == 40
+    assert set(Counter(json.loads(row)["number"] for row in answering.computed).values()) <= {1}
 
 
 def test_ctrl_c_says_how_to_go_on_and_answers_wait_in_the_log(job: Job, answering: Answering) -> None:
