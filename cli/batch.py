@@ -205,9 +205,11 @@ class _Work:
                 asking = replace(asking, repeats=checked.repeats)
             else:
                 await self._check_same(job)
+                await asyncio.to_thread(files.begin, job)
+                if job.finished:
+                    return self._tell(job, 0.0, 0, None)
                 served.pin(job)
-                files.begin(job)
-                if job.repeats and not job.finished:
+                if job.repeats:
                     asking = replace(asking, repeats=(await self._check(asking)).repeats)
             return await self._go(job, asking, files)
         finally:
@@ -246,6 +248,8 @@ class _Work:
     async def _check_same(self, job: Job) -> None:
         from cli.batch_files import digest_of
 
+        if not job.input_digest:
+            raise self._changed()
         if await asyncio.to_thread(digest_of, self.source) != job.input_digest:
             text = f"{self.source} isn't what it was when {self.out} was begun; say --new to begin anew"
             raise HeadraceError(Reason.CONFLICT, text)
@@ -261,8 +265,6 @@ class _Work:
         from infra.settings import ProcessSettings
 
         began_s, before = time.monotonic(), job.done + job.failed
-        if job.finished:
-            return self._tell(job, 0.0, 0, None)
         settings = kafka_settings()
         granted = Granted(settings, self.tenant, self.grant_file, data_dir())
         await self._claim(job, granted.tenant, settings)
@@ -279,9 +281,14 @@ class _Work:
             digest = hashlib.sha256()
             stopped = await self._until_stopped(runner.run(read_lines(self.source, asking, digest)))
         if stopped is None and digest.hexdigest() != job.input_digest:
-            text = f"{self.source} was changed while its lines were asked, so answers may not be its own; say --new to begin anew"
-            raise HeadraceError(Reason.CONFLICT, text)
+            job.input_digest = ""  # nor will they be, should it be put back
+            files.save(job)
+            raise self._changed()
         return self._tell(job, time.monotonic() - began_s, job.done + job.failed - before, stopped)
+
+    def _changed(self) -> HeadraceError:
+        text = f"{self.source} was changed while its lines were asked, so answers may not be its own; say --new to begin anew"
+        return HeadraceError(Reason.CONFLICT, text)
 
     async def _claim(self, job: Job, tenant: str, settings: KafkaSettings) -> None:
         """Nobody else's job, and no other log's: what it asked there wouldn't be found here."""
@@ -305,7 +312,8 @@ class _Work:
 
         def stop(number: signal.Signals) -> None:
             stopped.append(number)
-            task.cancel()
+            if len(stopped) == 1:  # a second doesn't stop it from noting what it did
+                task.cancel()
 
         for number in SIGNALS:
             loop.add_signal_handler(number, stop, number)
@@ -317,7 +325,7 @@ class _Work:
             return stopped[0]
         finally:
             watch.cancel()
-            for number in SIGNALS:
+            for number in () if stopped else SIGNALS:  # nor from telling it
                 loop.remove_signal_handler(number)
         return None
 
@@ -342,7 +350,8 @@ class _Work:
             parts += [f"{now} in {took_s:.1f} s, {rate:.1f} lines/s"] if now else []
             click.echo(f"{', '.join(parts)}. {self.out}")
         if stopped is not None:
-            text = f"stopped; the same command goes on: {shlex.join(['headrace', *sys.argv[1:]])}"
+            again = shlex.join(["headrace", *(argument for argument in sys.argv[1:] if argument != "--new")])
+            text = f"stopped; the same command goes on: {again}"
             console(stderr=True).print(f"headrace: {text}", markup=False)
             return STOPPED[stopped]
         return SOME_FAILED if job.failed or left else 0

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import zlib
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +25,7 @@ from schemas.reasons import Reason
 
 LINE_BYTES_MAX = 32 * 1024 * 1024
 BAD_SHOWN_MAX = 20
+READ_BYTES = 1024 * 1024
 PAUSE_LINES = 1_000
 """After so many lines others have their turn: a signal, above all."""
 
@@ -170,39 +172,70 @@ class JobFiles:
 
     def open(self) -> None:
         """Take the files. Raises HeadraceError (conflict) if another process has them."""
-        file = os.fdopen(os.open(self.out, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
+        while self._file is None or not self._in_place:  # who had it may have removed it just now
+            self.close()
+            self._file = os.fdopen(os.open(self.out, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                self.close()
+                raise HeadraceError(Reason.CONFLICT, f"another process works on {self.out}") from None
+
+    @property
+    def _in_place(self) -> bool:
+        """Whether the output is still what stands under its name."""
+        assert self._file is not None, "the files aren't open"
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
-            raise HeadraceError(Reason.CONFLICT, f"another process works on {self.out}") from None
-        self._file = file
+            return os.path.samestat(os.fstat(self._file.fileno()), self.out.stat())
+        except FileNotFoundError:
+            return False
 
     def begin(self, job: Job | None) -> None:
-        """Cut the output to what a job that goes on has told of, or (None) empty it. Raises HeadraceError (conflict) if it is shorter."""
+        """Cut the output to what a job that goes on has told of, or (None) empty it; what follows on a job that is finished is another's, and stays.
+
+        Raises HeadraceError (conflict) if it is shorter, or was changed.
+        """
         assert self._file is not None, "the files aren't open"
         size = 0 if job is None else job.out_bytes
         if self._file.seek(0, os.SEEK_END) < size:
             raise HeadraceError(
                 Reason.CONFLICT, f"{self.out} is shorter than its job file says; say --new to begin anew"
             )
+        if job is not None and self._crc32(size) != job.out_crc32:
+            text = f"{self.out} isn't what the job wrote any more; put that back to go on, or say --new to begin anew"
+            raise HeadraceError(Reason.CONFLICT, text)
         if job is None:
             self.path.unlink(missing_ok=True)
+        elif job.finished:
+            return
         self._file.truncate(size)
         self._file.seek(size)
+
+    def _crc32(self, size: int) -> int:
+        """Of the output's beginning."""
+        assert self._file is not None, "the files aren't open"
+        self._file.seek(0)
+        found = 0
+        while size > 0 and (data := self._file.read(min(READ_BYTES, size))):
+            found, size = zlib.crc32(data, found), size - len(data)
+        return found
 
     def write(self, lines: bytes, job: Job) -> None:
         """Add to the output."""
         assert self._file is not None, "the files aren't open"
         self._file.write(lines)
         job.out_bytes += len(lines)
+        job.out_crc32 = zlib.crc32(lines, job.out_crc32)
 
     def save(self, job: Job) -> None:
-        """All that was added is kept, and then that it is."""
+        """All that was added is kept, and then that it is. Raises HeadraceError: unavailable if the disk doesn't take it; conflict if the output is elsewhere."""
         assert self._file is not None, "the files aren't open"
         try:
             self._file.flush()
             os.fsync(self._file.fileno())
+            if not self._in_place:
+                text = f"{self.out} was moved or removed meanwhile; put it back to go on, or say --new to begin anew"
+                raise HeadraceError(Reason.CONFLICT, text)
             new = new_of(self.path)
             with new.open("w") as file:
                 json.dump(job.to_json(), file)

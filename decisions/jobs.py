@@ -222,7 +222,7 @@ class Job:
         lines: how many it has.
         tenant, cluster: whose requests they are, and in which Kafka cluster; empty until the first is asked.
         served: what the check of its lines found of each model that they name and that is deployed: its version, and the `form_of` that.
-        out_bytes: so much of the output is whole; what follows was cut off.
+        out_bytes, out_crc32: so much of the output is whole, and its checksum; what follows was cut off.
         positions: of each partition of `answers` the offset up to which answers are in the output.
         asked: units that may have been asked are below this number.
         split: units whose lines are asked one by one.
@@ -248,6 +248,7 @@ class Job:
     tenant: str = ""
     cluster: str = ""
     repeats: int = 0
+    out_crc32: int = 0
 
     @property
     def tag(self) -> bytes:
@@ -311,6 +312,7 @@ class Job:
             "lines": self.lines,
             "served": {model: list(found) for model, found in self.served.items()},
             "out_bytes": self.out_bytes,
+            "out_crc32": self.out_crc32,
             "positions": {str(number): offset for number, offset in self.positions.items()},
             "asked": self.asked,
             "below": self.units.below,
@@ -335,11 +337,11 @@ class Job:
                 {model: (version, form) for model, (version, form) in kept["served"].items()}, kept["out_bytes"], {int(number): offset for number, offset in kept["positions"].items()}, kept["asked"],
                 Done(kept["below"], set(kept["above"])), set(kept["split"]),
                 {int(key): Tries(*counts) for key, counts in kept["tries"].items()}, kept["done"], kept["failed"],
-                kept["tenant"], kept["cluster"], kept["repeats"],
+                kept["tenant"], kept["cluster"], kept["repeats"], kept["out_crc32"],
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
         return job
 
 
-VERSION = 2
+VERSION = 3

@@ -249,9 +249,12 @@ def test_ctrl_c_says_how_to_go_on_and_answers_wait_in_the_log(job: Job, answerin
     process = job.start("--model", EMBED)
     until(lambda: len(answering.requests) == 5)
     process.send_signal(signal.SIGINT)
+    time.sleep(0.005)
+    process.send_signal(signal.SIGINT)  # as people do
     output, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 130, errors
+    assert process.returncode in (130, -signal.SIGINT), errors  # the second may come when all is told
     assert "goes on: headrace batch run" in errors
+    assert errors.count("\n") == 1
     assert json.loads(output)["left"] > 0
     answering.release()
     until(lambda: answering.answered == 5)

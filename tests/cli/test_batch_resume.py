@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -267,8 +269,18 @@ async def test_an_input_that_changes_meanwhile_is_told(tmp_path: Path, monkeypat
     monkeypatch.setattr(batch_run, "Runner", lambda job, *_, **__: Changed(job, source))
     options: Any = {"model": EMBED.model, "wishes": {}}
     work = _Work(source, tmp_path / "out", options, False, False, False, "acme", None, 9, _Display(True), True)
+    files, before = JobFiles(tmp_path / "out"), source.read_bytes()
+    files.open()
     with pytest.raises(HeadraceError, match="was changed while"):
-        await work._go(job, Asking(served, EMBED.model), JobFiles(tmp_path / "out"))
+        await work._go(job, Asking(served, EMBED.model), files)
+    files.close()
+    source.write_bytes(before)
+    kept = files.load()
+    assert kept is not None
+    with pytest.raises(
+        HeadraceError, match="was changed while"
+    ):  # the answers are no others when the input is put back
+        await work._check_same(kept)
 
 
 def test_lines_that_are_left_are_no_success(tmp_path: Path) -> None:
@@ -288,6 +300,154 @@ async def test_a_repeated_id_is_asked_once(tmp_path: Path) -> None:
     assert [each.number for each in again if each.fault is not None] == [3, 5]
     assert [len(each.requests) for each in again] == [1, 1, 0, 1, 0]
     assert "line 1, too" in str(again[2].fault)
+
+
+# --- what else happens to its files -----------------------------------------------------------------------------------
+
+
+def begun(tmp_path: Path, lines: int = 3) -> tuple[JobFiles, Job]:
+    """A job of three lines, of which two are in the output, and noted; the third is half there."""
+    files, job = JobFiles(tmp_path / "out"), Job(1, "seed", "", {}, lines)
+    files.open()
+    files.begin(None)
+    files.write(b"first\nsecond\n", job)
+    job.done, job.asked = 2, 3
+    files.save(job)
+    assert files._file is not None
+    files._file.write(b"thi")
+    files.close()
+    return JobFiles(tmp_path / "out"), job
+
+
+def goes_on(files: JobFiles) -> Job:
+    """The next run's beginning."""
+    files.open()
+    try:
+        job = files.load()
+        assert job is not None
+        files.begin(job)
+        return job
+    finally:
+        files.close()
+
+
+def test_half_a_line_is_cut_and_what_is_whole_stays(tmp_path: Path) -> None:
+    files, job = begun(tmp_path)
+    assert goes_on(files) == job
+    assert files.out.read_bytes() == b"first\nsecond\n"
+    files.open()
+    files.begin(job)
+    files.write(b"third\n", job)
+    files.save(job)
+    files.close()
+    assert goes_on(files).out_bytes == len(files.out.read_bytes()) == len(b"first\nsecond\nthird\n")
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        (b"", "is shorter"),
+        (b"first\nsec", "is shorter"),
+        (b"second\nfirst\nthird\n", "isn't what the job wrote"),
+        (b"first\nthird\nsecond\n", "isn't what the job wrote"),
+    ],
+)
+def test_an_output_that_was_changed_by_hand_is_refused_and_left_alone(tmp_path: Path, now: bytes, why: str) -> None:
+    files, _ = begun(tmp_path)
+    kept = files.path.read_bytes()
+    files.out.write_bytes(now)
+    with pytest.raises(HeadraceError, match=f"{why}.* say --new to begin anew") as refused:
+        goes_on(files)
+    assert refused.value.reason is Reason.CONFLICT
+    assert (files.out.read_bytes(), files.path.read_bytes()) == (now, kept)
+
+
+def test_what_was_put_behind_a_finished_jobs_output_stays(tmp_path: Path) -> None:
+    files, _ = begun(tmp_path, lines=2)
+    files.out.write_bytes(b"first\nsecond\nmine\n")
+    assert goes_on(files).finished
+    assert files.out.read_bytes() == b"first\nsecond\nmine\n"
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "replaced"])
+def test_an_output_that_is_taken_away_meanwhile_is_told_and_noted_nowhere(tmp_path: Path, how: str) -> None:
+    files, job = begun(tmp_path)
+    kept = files.path.read_bytes()
+    files.open()
+    files.begin(job)
+    elsewhere = files.out.rename(tmp_path / "elsewhere")
+    if how == "removed":
+        elsewhere.unlink()
+    if how == "replaced":
+        files.out.write_bytes(elsewhere.read_bytes())
+    files.write(b"third\n", job)
+    with pytest.raises(HeadraceError, match="was moved or removed meanwhile; put it back to go on") as told:
+        files.save(job)
+    files.close()
+    assert (told.value.reason, files.path.read_bytes()) == (Reason.CONFLICT, kept)
+    if how == "moved":
+        elsewhere.rename(files.out)
+        assert goes_on(files).done == 2
+
+
+def test_two_runs_at_once_and_one_whose_output_the_other_has_just_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, _ = begun(tmp_path)
+    files.open()
+    with pytest.raises(HeadraceError, match="another process works on"):
+        JobFiles(files.out).open()
+    files.close()
+    locking = fcntl.flock
+
+    def removed_before(*arguments: Any) -> None:
+        monkeypatch.undo()
+        files.out.unlink()
+        locking(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before)
+    files.open()
+    assert files.out.exists()
+    with pytest.raises(HeadraceError, match="another process works on"):
+        JobFiles(files.out).open()
+    files.close()
+
+
+def test_how_to_go_on_is_not_how_to_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out"
+    monkeypatch.setattr("sys.argv", ["headrace", "batch", "run", "in", "out", "--new", "--model", "m"])
+    work = _Work(path, path, {}, False, False, True, "acme", None, 9, _Display(True), True)
+    assert work._tell(Job(1, "seed", "", {}, 2, done=1), 1.0, 1, signal.SIGINT) == 130
+    assert "goes on: headrace batch run in out --model m\n" in capsys.readouterr().err
+
+
+async def test_an_id_is_noted_before_it_is_asked(tmp_path: Path) -> None:
+    """The log answers it once: a run that goes on after a kill, and reads that answer before the error, must know it for its own."""
+    runner, flight, error = asked(tmp_path, "a", "b")
+    runner._files.open()
+    runner._answer(flight, 0, error("overloaded"))
+    noted: list[Job] = []
+
+    async def send(*_: object, **__: object) -> asyncio.Future[None]:
+        kept = JobFiles(tmp_path / "out.jsonl").load()
+        assert kept is not None
+        noted.append(kept)
+        return asyncio.get_running_loop().create_future()
+
+    async def header() -> bytes:
+        return b""
+
+    runner._granted.header = header  # type: ignore[method-assign]
+    log: Any = SimpleNamespace(send=send)
+    await runner._send(log, flight, 0)
+    runner._answer(flight, 0, error("engine_error"))
+    await runner._send(log, flight, SPLIT_PART)
+    assert [(job.tries_of(0, 0), job.split) for job in noted] == [(Tries(1, 1), set()), (Tries(1, 1), {0})]
+    for task in runner._again:
+        task.cancel()
+    runner._files.close()
 
 
 async def test_a_long_check_can_be_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
