@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from decisions.ledger import Charges, Cost, Counter, Hold
 from schemas.events import LedgerSaved, Reply, SavedCounter, SavedHold
@@ -38,6 +39,15 @@ class Row:
 
     def event(self) -> LedgerSaved:
         """The row as it is written."""
+        return replace(self.without_open(), open=tuple(map(_hold, self.open)))
+
+    def portions(self, size: int) -> Iterator[list[SavedHold]]:
+        """What it has open, so many at a time."""
+        for start in range(0, len(self.open), size):
+            yield list(map(_hold, self.open[start : start + size]))
+
+    def without_open(self) -> LedgerSaved:
+        """The row but for what is open."""
         return LedgerSaved(
             self.tenant,
             self.tier,
@@ -45,7 +55,6 @@ class Row:
             self.saved_ms,
             self.start,
             counters=tuple(saved_counter(scope, counter) for scope, counter in sorted(self.counters)),
-            open=tuple(_hold(request_id, opened) for request_id, opened in self.open),
         )
 
 
@@ -83,7 +92,8 @@ def saved_counter(scope: str, counter: Counter) -> SavedCounter:
     )
 
 
-def _hold(request_id: str, opened: Open) -> SavedHold:
+def _hold(named: tuple[str, Open]) -> SavedHold:
+    request_id, opened = named
     made = opened.hold
     return SavedHold(
         request_id,

@@ -21,6 +21,8 @@ LONGS_KEPT = 1 << 18
 LONG_BYTES_MAX = 10
 INT64_MAX = (1 << 63) - 1
 UINT64_MAX = (1 << 64) - 1
+ARRAY_END = b"\x00"
+"""What follows an array's entries; all that an empty one is."""
 
 
 class _Longs(dict[int, bytes]):
@@ -124,6 +126,11 @@ def writing(cls: type[Any], header: bytes) -> Callable[[Any], bytes]:
     return typing.cast(Callable[[Any], bytes], source.made("write"))
 
 
+def long_form(value: int) -> bytes:
+    """An integer as it is written. Raises `MISFITS`."""
+    return _LONGS[value]
+
+
 def _write_record(source: _Source, depth: int, cls: type[Any], of: str) -> None:
     for name, annotation, null in _parts(cls):
         _write(source, depth, annotation, f"{of}.{name}", null)
@@ -165,7 +172,7 @@ def _write_items(source: _Source, depth: int, annotation: Any, name: str) -> Non
     else:
         source.add(depth + 1, f"for {item} in {name}:")
         _write(source, depth + 2, of, item)
-    source.add(depth, "out += b'\\x00'")
+    source.add(depth, f"out += {ARRAY_END!r}")
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ import contextlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
@@ -25,7 +26,7 @@ from infra.kafka import Batching, make_consumer, stop_consumer
 from infra.log import EventDecoder, EventProducer
 from infra.read import read_to_end
 from infra.settings import KafkaSettings
-from schemas.codec import encode
+from schemas.codec import encode, encode_with
 from schemas.errors import HeadraceError, Undecodable
 from schemas.events import Event, LedgerSaved, RequestKeyed
 from schemas.topics import LIFECYCLE, idempotency_topic, ledger_topic
@@ -35,8 +36,8 @@ from streams.lease import Lease
 SAVE_S = 5.0
 REST = 4.0
 """For each second of the processor that making a row takes, so many without one: a fifth of a core for saving while requests are decided."""
-OPEN_IN_LINE_MAX = 32
-"""Rows of more open requests are made in a thread."""
+OPEN_AT_ONCE = 32
+"""Rows of more open requests are made in a thread, so many at a time: it shares the interpreter with whoever decides."""
 LAST_S_MAX = 3.0
 """So long the last saving may keep a process from leaving: whoever comes next can read all of it in `lifecycle`, too."""
 POLL_MS = 100
@@ -50,6 +51,9 @@ RETRY_S = 1.0
 LEASE_LOOK_S = 0.1
 
 log = structlog.get_logger("streams.accounts")
+
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -338,9 +342,13 @@ class Ledgers:
     async def _send_rows(self, held: _Held, rows: Iterable[Row], partition: int, rest: float) -> None:
         sent = []
         for row in rows:
-            value, took_s = await asyncio.to_thread(_value, row) if len(row.open) > OPEN_IN_LINE_MAX else _value(row)
+            if len(row.open) > OPEN_AT_ONCE:
+                value = await asyncio.to_thread(_value, row, rest)
+            else:
+                began_s = time.thread_time()
+                value = encode(row.event())
+                await asyncio.sleep(rest * (time.thread_time() - began_s))
             sent.append(await self._producer.send_raw(self._topic, value, _key(row, held).encode(), partition))
-            await asyncio.sleep(rest * took_s)
         await asyncio.gather(*sent)
 
     async def _forget_older(self, partition: int, held: _Held, rows: list[Row]) -> None:
@@ -349,11 +357,18 @@ class Ledgers:
                 await self._producer.send_raw(self._topic, None, key.encode(), partition)
 
 
-def _value(row: Row) -> tuple[bytes, float]:
-    """A row as it is written, and the seconds of the processor that it took: waiting for a thread, or for a broker, takes nobody's."""
+def _value(row: Row, rest: float) -> bytes:
+    """A large row as it is written, with rests between its portions. Blocks."""
+    return encode_with(row.without_open(), _resting(row.portions(OPEN_AT_ONCE), rest))
+
+
+def _resting(portions: Iterator[T], rest: float) -> Iterator[T]:
+    """After each portion a rest as long as `rest` times what it took of the processor: waiting for the interpreter takes nobody's."""
     began_s = time.thread_time()
-    value = encode(row.event())
-    return value, time.thread_time() - began_s
+    for portion in portions:
+        yield portion
+        time.sleep(rest * (time.thread_time() - began_s))
+        began_s = time.thread_time()
 
 
 def _key(row: Row, held: _Held) -> str:

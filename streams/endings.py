@@ -156,11 +156,7 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         except (RecordTooLarge, StoreAway) as error:
             log.error("an answer is kept without its content", request_id=outputs[0].request_id, error=error.message)
             reason = Reason.ANSWER_TOO_LARGE if isinstance(error, RecordTooLarge) else Reason.PAYLOAD_LOST
-            kept = [
-                without_content(output, reason.text, reason) if isinstance(output, InferenceAnswered) else output
-                for output in outputs
-            ]
-            await deliver(self._producer, [_outgoing(output) for output in kept], trace)
+            await deliver(self._producer, [_outgoing(output, reason) for output in outputs], trace)
         for output in outputs:
             _count(output)
 
@@ -227,9 +223,12 @@ def _together(outputs: Sequence[Output]) -> Iterable[Sequence[Output]]:
     return [(output,) for output in outputs] if large else (outputs,)
 
 
-def _outgoing(output: Output) -> Outgoing:
+def _outgoing(output: Output, without: Reason | None = None) -> Outgoing:
+    """`without` says why an answer is kept without its content, if it is."""
     if not isinstance(output, InferenceAnswered):
         return Outgoing(LIFECYCLE, output, output.tenant)
+    if without is not None:
+        return Outgoing(ANSWERS, without_content(output, without.text, without), output.request_id)
     keeps = output.cache_key and _content_bytes(output) <= ENTRY_BYTES_MAX
     name = ((CACHE_HEADER, output.cache_key.encode()),) if keeps else ()
     return Outgoing(ANSWERS, output, output.request_id, headers=name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+from dataclasses import replace
 from typing import Any, cast
 
 import fastavro
@@ -22,6 +23,7 @@ from schemas.codec import (
     decode_json,
     encode,
     encode_json,
+    encode_with,
     fingerprint,
     own_schemas,
     published,
@@ -33,10 +35,12 @@ from schemas.events import (
     Event,
     InferenceRejected,
     InferenceRequested,
+    LedgerSaved,
     Message,
     SchemaPublished,
     TokensGenerated,
 )
+from schemas.parts import SavedHold
 
 st.register_type_strategy(int, st.integers(-(1 << 63), (1 << 63) - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
@@ -107,6 +111,21 @@ def test_a_value_that_the_made_code_cannot_write_goes_the_generic_way() -> None:
         _TYPES[InferenceRequested].write(InferenceRequested("id", cast(str, 5)))
     with pytest.raises(HeadraceError, match="model must be a string"):
         encode(InferenceRequested("id", cast(str, 5)))
+
+
+@given(st.from_type(LedgerSaved), st.integers(1, 5))
+def test_an_event_made_in_portions_is_the_event(row: LedgerSaved, size: int) -> None:
+    portions = (row.open[start : start + size] for start in range(0, len(row.open), size))
+    assert encode_with(replace(row, open=()), portions) == encode(row)
+
+
+def test_an_item_that_the_made_code_cannot_write_goes_the_generic_way_in_portions_too() -> None:
+    holds = tuple(SavedHold(f"r{number}", number, 1, 1, 1, 9, ()) for number in range(3))
+    row = LedgerSaved("acme", "interactive", 1, 2)
+    portions = iter([holds[:1], [replace(holds[1], tokens=1 << 64)], holds[2:]])
+    with pytest.raises(HeadraceError, match="open"):
+        encode_with(row, portions)
+    assert encode_with(replace(row, counters=[]), iter([holds])) == encode(replace(row, open=holds))  # type: ignore[arg-type]
 
 
 def test_arrays_in_blocks_with_a_size_are_read() -> None:
