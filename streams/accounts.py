@@ -36,8 +36,8 @@ from streams.lease import Lease
 SAVE_S = 5.0
 REST = 4.0
 """For each second of the processor that making a row takes, so many without one: a fifth of a core for saving while requests are decided."""
-OPEN_AT_ONCE = 32
-"""Rows of more open requests are made in a thread, so many at a time: it shares the interpreter with whoever decides."""
+OPEN_IN_LINE_MAX, OPEN_AT_ONCE = 32, 32
+"""Rows of more open requests are made in a thread, and so many at a time: it shares the interpreter with whoever decides."""
 LAST_S_MAX = 3.0
 """So long the last saving may keep a process from leaving: whoever comes next can read all of it in `lifecycle`, too."""
 POLL_MS = 100
@@ -85,6 +85,7 @@ class Ledgers:
     def __init__(self, settings: KafkaSettings, tier: str, producer: EventProducer, decoder: EventDecoder) -> None:
         self._settings = settings
         self._tier = tier
+        self._names_tier = tier.encode()
         self._topic = ledger_topic(tier)
         self._producer = producer
         self._decoder = decoder
@@ -279,7 +280,7 @@ class Ledgers:
         held = self._held.get(partition)
         for record in records:
             event: Event | None = self._wrote.pop(record.value, None)
-            if event is None:
+            if event is None and self._names_tier in (record.value or b""):  # no ledger holds anything of another's
                 event = await self._decoder.decode_or_pass_over(record)
             if held is None or self._held.get(partition) is not held:
                 return
@@ -342,7 +343,7 @@ class Ledgers:
     async def _send_rows(self, held: _Held, rows: Iterable[Row], partition: int, rest: float) -> None:
         sent = []
         for row in rows:
-            if len(row.open) > OPEN_AT_ONCE:
+            if len(row.open) > OPEN_IN_LINE_MAX:
                 value = await asyncio.to_thread(_value, row, rest)
             else:
                 began_s = time.thread_time()
