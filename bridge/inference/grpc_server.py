@@ -196,8 +196,12 @@ class _Service:
         return message("ServerMetadataResponse")(**models.server_metadata())
 
     async def model_ready(self, request: Any, context: Context) -> Any:
+        """An answer and no error for what isn't there, as from Triton: clients ask to know."""
         self._caller(context)
-        models.find(self._door.models, request.name, request.version)
+        try:
+            models.find(self._door.models, request.name, request.version)
+        except HeadraceError:
+            return message("ModelReadyResponse")(ready=False)
         return message("ModelReadyResponse")(ready=self._not_ready() is None)
 
     async def model_metadata(self, request: Any, context: Context) -> Any:
