@@ -226,6 +226,8 @@ class _Service:
     async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """Several requests at once, each answered in one or more parts; one that fails leaves the others alone."""
         caller = self._caller(context)
+        # Else it goes with the first message, and again with the status where that message is stuck: gRPC refuses it, and the stream never ends.
+        await context.send_initial_metadata(())
         stream = _Stream(context, self._door.settings.reader_stall_ms / 1000)
         self._door.serve(caller, stream.end)
         error: HeadraceError | None = None

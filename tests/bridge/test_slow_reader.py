@@ -72,10 +72,14 @@ async def test_a_socket_that_is_not_read_is_cut_and_all_its_requests_cancelled(b
     assert await counted(bridge, "websocket") == before + 1
 
 
-async def test_a_grpc_stream_that_is_not_read_is_cut_and_all_its_requests_cancelled(bridge: RunningBridge) -> None:
+@pytest.mark.parametrize("flood", [FLOOD, {**FLOOD, "tokens": ["x" * 300_000], "repeat": 80}], ids=["small", "large"])
+async def test_a_grpc_stream_that_is_not_read_is_cut_and_all_its_requests_cancelled(
+    bridge: RunningBridge, flood: dict[str, Any]
+) -> None:
+    """Also where the first message alone is more than a connection takes unread."""
     before = await counted(bridge, "grpc")
     known = set(bridge.responder.seen)
-    asked = (json.dumps({**FLOOD, "mark": "flood-grpc"}), json.dumps({"first_ms": 60_000, "mark": "quiet-grpc"}))
+    asked = (json.dumps({**flood, "mark": "flood-grpc"}), json.dumps({"first_ms": 60_000, "mark": "quiet-grpc"}))
     done = asyncio.Event()
 
     async def requests() -> AsyncIterator[bytes]:
