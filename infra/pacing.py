@@ -9,6 +9,7 @@ A connection over TLS closes when its peer has said goodbye, too, or after 30 s 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from aiokafka.client import AIOKafkaClient
@@ -42,5 +43,6 @@ def _close_at_once(self: Any, reason: Any = None, exc: Any = None) -> Any:
     writer = self._writer
     closed = _close(self, reason=reason, exc=exc)
     if writer is not None:
-        writer.transport.abort()
+        with suppress(AttributeError):  # before Python 3.11.5, of a TLS connection that the broker has closed already
+            writer.transport.abort()
     return closed

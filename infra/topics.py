@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
-from aiokafka.errors import KafkaError, TopicAlreadyExistsError, for_code
+from aiokafka.errors import KafkaError, NodeNotReadyError, TopicAlreadyExistsError, for_code
 
 from infra.kafka import make_admin
 from infra.settings import KafkaSettings
@@ -33,6 +34,7 @@ SEGMENTS_PER_RETENTION = 8
 SEGMENT_MIN_MS = 10 * MINUTE_MS
 SEGMENT_MAX_MS = 7 * DAY_MS
 VISIBLE_WAIT_S = 15.0
+BEGIN_WAIT_S, BEGIN_LOOK_S = 5.0, 0.2
 POLL_S = 0.05
 _DYNAMIC_TOPIC_CONFIG = 1  # Kafka protocol, DescribeConfigs: the topic's own settings
 
@@ -73,10 +75,9 @@ async def ensure(
     are, and the report says so; None makes as many as the topics have that exist whatever is served. Other failures are HeadraceError too (unavailable, permission_denied, invalid_request).
     """
     wanted = {spec.name: spec for spec in specs}
-    admin = make_admin(settings)
+    admin = None
     try:
-        await admin.start()
-        existing = await _partitions(admin)
+        admin, existing = await _begun(settings)
         if replication is None:
             replication = (await _replicas(admin)).get(REGISTRY, 1)
         reports = await _create(admin, [spec for name, spec in wanted.items() if name not in existing], replication)
@@ -92,7 +93,8 @@ async def ensure(
             f"Kafka at {settings.bootstrap} can't be asked for its topics: {error or type(error).__name__}",
         ) from error
     finally:
-        await admin.close()
+        if admin is not None:
+            await admin.close()
     _refuse_mismatches(wanted, existing)
     order = {name: index for index, name in enumerate(wanted)}
     return sorted(reports, key=lambda report: order[report.name])
@@ -138,6 +140,21 @@ async def partition_counts(settings: KafkaSettings) -> dict[str, int]:
         ) from error
     finally:
         await admin.close()
+
+
+async def _begun(settings: KafkaSettings) -> tuple[AIOKafkaAdminClient, dict[str, int]]:
+    """A client that knows the brokers, and `_partitions`: a broker that has just started tells of none, and that client never asks again."""
+    until_s = time.monotonic() + BEGIN_WAIT_S
+    while True:
+        admin = make_admin(settings)
+        try:
+            await admin.start()
+            return admin, await _partitions(admin)
+        except BaseException as error:
+            await admin.close()
+            if not isinstance(error, NodeNotReadyError) or time.monotonic() > until_s:
+                raise
+        await asyncio.sleep(BEGIN_LOOK_S)
 
 
 async def _partitions(admin: AIOKafkaAdminClient) -> dict[str, int]:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
 
 import pytest
+from aiokafka.admin import AIOKafkaAdminClient
+from aiokafka.errors import NodeNotReadyError
 
+from infra import topics as topics_module
+from infra.kafka import make_admin
 from infra.settings import KafkaSettings
 from infra.topics import ensure, ensure_core, ensure_model, ensure_tenant, partition_counts, topic_config
 from schemas.errors import HeadraceError
@@ -89,6 +94,24 @@ async def test_the_core_a_model_and_a_tenant_get_their_topics(kafka: KafkaSettin
     assert [report.name for report in work] == [f"work.{version.model}.1.interactive", f"work.{version.model}.1.batch"]
     assert {report.partitions for report in work} == {2}
     assert tenant.name.startswith("tokens.t")
+
+
+async def test_a_broker_that_does_not_know_itself_yet_is_asked_again(kafka: KafkaSettings, monkeypatch):
+    """One that has just started may tell of no broker at all, and a client that heard that never asks again."""
+    opened = []
+
+    class Unaware(AIOKafkaAdminClient):
+        async def describe_topics(self, *_: Any) -> Any:
+            raise NodeNotReadyError("node id None")
+
+    def client(settings: KafkaSettings) -> AIOKafkaAdminClient:
+        made = Unaware(bootstrap_servers=settings.bootstrap) if not opened else make_admin(settings)
+        opened.append(made)
+        return made
+
+    monkeypatch.setattr(topics_module, "make_admin", client)
+    (report,) = await ensure(kafka, [spec()])
+    assert (report.action, len(opened)) == ("created", 2)
 
 
 async def test_a_cluster_that_is_not_there_is_a_retriable_error():

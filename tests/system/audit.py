@@ -15,6 +15,7 @@ from infra.kafka import make_consumer
 from infra.log import EventDecoder
 from infra.settings import KafkaSettings
 from schemas.events import (
+    GenerationStarted,
     InferenceAdmitted,
     InferenceCompleted,
     InferenceFailed,
@@ -32,7 +33,10 @@ _TOPICS = ("requests.", "tokens", "lifecycle")
 
 @dataclass
 class Story:
-    """One request as the log tells it. `endings` are those on `lifecycle`, as (outcome, reason, tokens)."""
+    """One request as the log tells it. `endings` are those on `lifecycle`, as (outcome, reason, tokens).
+
+    `attempts` are all that its stream names, also those that a worker only took as a precaution; `runs` those that began.
+    """
 
     asked: InferenceRequested | None = None
     admitted: InferenceAdmitted | None = None
@@ -40,6 +44,7 @@ class Story:
     stream: StreamState = NEW
     text: str = ""
     attempts: set[tuple[int, int]] = field(default_factory=set)
+    runs: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def script(self) -> str:
@@ -67,6 +72,8 @@ class Story:
             self.stream, counted = fold(self.stream, event)
             if (attempt := getattr(event, "attempt", None)) is not None:
                 self.attempts.add((attempt.generation, attempt.counter))
+                if isinstance(event, GenerationStarted):
+                    self.runs.add((attempt.generation, attempt.counter))
             if counted and isinstance(event, TokensGenerated):
                 self.text += event.text
             if counted and isinstance(event, InferenceCompleted):

@@ -106,7 +106,7 @@ def test_a_caller_who_leaves_while_queued_never_runs(
     assert_served(stack, NARROW)
     story = story_of(audit, queued)
     assert story is not None
-    assert (story.attempts, story.text) == (set(), "")
+    assert (story.runs, story.text) == (set(), "")
     assert set(story.endings) == {("failed", "cancelled", 0)}
 
 
@@ -133,7 +133,7 @@ def test_a_call_whose_deadline_passes_in_the_queue_is_refused_then_and_never_run
         ]
 
     (story,) = stack.until(ended)
-    assert story.attempts == set()
+    assert story.runs == set()
     assert set(story.endings) <= {("failed", "deadline_exceeded", 0)}
 
 
