@@ -100,7 +100,7 @@ async def test_a_broker_that_does_not_know_itself_yet_is_asked_again(kafka: Kafk
     """One that has just started may tell of no broker at all, and a client that heard that never asks again."""
     opened = []
 
-    class Unaware(AIOKafkaAdminClient):
+    class Unaware(AIOKafkaAdminClient):  # type: ignore[misc]  # aiokafka has no types
         async def describe_topics(self, *_: Any) -> Any:
             raise NodeNotReadyError("node id None")
 
