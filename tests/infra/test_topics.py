@@ -98,7 +98,7 @@ async def test_the_core_a_model_and_a_tenant_get_their_topics(kafka: KafkaSettin
 
 async def test_a_broker_that_does_not_know_itself_yet_is_asked_again(kafka: KafkaSettings, monkeypatch):
     """One that has just started may tell of no broker at all, and a client that heard that never asks again."""
-    opened = []
+    opened: list[AIOKafkaAdminClient] = []
 
     class Unaware(AIOKafkaAdminClient):  # type: ignore[misc]  # aiokafka has no types
         async def describe_topics(self, *_: Any) -> Any:
