@@ -210,8 +210,7 @@ def test_a_job_that_is_killed_over_and_over_asks_and_computes_each_line_once(
     told = Told.of(mark)
     assert_whole(out, told)
     assert_asked_and_computed_once(told)
-    assert told.repeats > 0, "no run asked again what the log was at"
-    assert 0 < sum(times > 1 for times in told.started.values()) <= 2 * WINDOW, "none, or others than the dead worker's"
+    assert told.repeats or any(times > 1 for times in told.started.values()), "no kill met anything that was under way"
     stack.until_restarted("busy-a", worker_before)
     before = out.read_bytes()
     assert json.loads(stack.command(*command.arguments).stdout)["done"] == LINES
