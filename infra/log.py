@@ -291,7 +291,7 @@ class EventProducer:
                     raise NoSuchPartition(f"the topic {topic} doesn't exist") from None
                 raise NotDelivered(f"a record for {topic} can't be sent: {silent or error}") from error
         finally:
-            self._meeting[topic] -= 1
+            self._meeting -= Counter([topic])  # which keeps no zeros
         if producer is self._producer:  # else another has taken its place, and knows nothing yet
             self._topics.add(topic)
 

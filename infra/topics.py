@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,26 +76,16 @@ async def ensure(
     are, and the report says so; None makes as many as the topics have that exist whatever is served. Other failures are HeadraceError too (unavailable, permission_denied, invalid_request).
     """
     wanted = {spec.name: spec for spec in specs}
-    admin = None
-    try:
-        admin, existing = await _begun(settings)
+    async with _cluster(settings) as (admin, there):
         if replication is None:
             replication = (await _replicas(admin)).get(REGISTRY, 1)
-        reports = await _create(admin, [spec for name, spec in wanted.items() if name not in existing], replication)
+        reports = await _create(admin, [spec for name, spec in wanted.items() if name not in there], replication)
         found = [name for name in wanted if name not in {report.name for report in reports}]
         existing = await _await_visible(admin, set(wanted))
         reports += await _correct(admin, [wanted[name] for name in found], existing, grow=grow)
         if replication > 1 and found:
             fewest = await _replicas(admin)
             reports = [_with_replicas(report, fewest.get(report.name, replication), replication) for report in reports]
-    except (KafkaError, TimeoutError, OSError) as error:
-        raise HeadraceError(
-            Reason.UNAVAILABLE,
-            f"Kafka at {settings.bootstrap} can't be asked for its topics: {error or type(error).__name__}",
-        ) from error
-    finally:
-        if admin is not None:
-            await admin.close()
     _refuse_mismatches(wanted, existing)
     order = {name: index for index, name in enumerate(wanted)}
     return sorted(reports, key=lambda report: order[report.name])
@@ -130,16 +121,25 @@ async def ensure_tenant(
 
 async def partition_counts(settings: KafkaSettings) -> dict[str, int]:
     """Every topic of the cluster and its number of partitions."""
-    admin = make_admin(settings)
+    async with _cluster(settings) as (_, existing):
+        return existing
+
+
+@contextlib.asynccontextmanager
+async def _cluster(settings: KafkaSettings) -> AsyncIterator[tuple[AIOKafkaAdminClient, dict[str, int]]]:
+    """What `_begun` gives, closed afterwards. Raises HeadraceError (unavailable) for what Kafka raises meanwhile."""
+    admin = None
     try:
-        await admin.start()
-        return await _partitions(admin)
+        admin, existing = await _begun(settings)
+        yield admin, existing
     except (KafkaError, TimeoutError, OSError) as error:
         raise HeadraceError(
-            Reason.UNAVAILABLE, f"Kafka at {settings.bootstrap} can't be asked for its topics: {error}"
+            Reason.UNAVAILABLE,
+            f"Kafka at {settings.bootstrap} can't be asked for its topics: {error or type(error).__name__}",
         ) from error
     finally:
-        await admin.close()
+        if admin is not None:
+            await admin.close()
 
 
 async def _begun(settings: KafkaSettings) -> tuple[AIOKafkaAdminClient, dict[str, int]]:

@@ -95,10 +95,9 @@ def encode_with(event: Event, portions: Iterator[Sequence[Any]]) -> bytes:
     An event of thousands of items so holds nobody up for long: whoever gives the portions may rest between them. Raises as `encode`.
     """
     t = _TYPES[type(event)]
-    last, annotation = fields(t.cls)[-1]
+    last, write = _last_items(cast(Any, t.cls))
     items: list[Any] = []
     try:
-        write = _item_writer(typing.get_args(annotation)[0])
         bodies: list[bytes] = []
         for portion in portions:
             items += portion
@@ -106,13 +105,15 @@ def encode_with(event: Event, portions: Iterator[Sequence[Any]]) -> bytes:
         start, count = t.write(event)[: -len(ARRAY_END)], [long_form(len(items))] if items else []
     except MISFITS:
         items += [item for portion in portions for item in portion]
-        return encode(replace(event, **cast(Any, {last.name: tuple(items)})))
+        return encode(replace(event, **cast(Any, {last: tuple(items)})))
     return b"".join([start, *count, *bodies, ARRAY_END])
 
 
 @cache
-def _item_writer(item: type[Any]) -> Callable[[Any], bytes]:
-    return writing(item, b"")
+def _last_items(cls: type[Any]) -> tuple[str, Callable[[Any], bytes]]:
+    """The name of a type's last field, an array of records, and what writes one of them."""
+    last, annotation = fields(cls)[-1]
+    return last.name, writing(typing.get_args(annotation)[0], b"")
 
 
 def _encode_generic(t: _Type, event: Event) -> bytes:

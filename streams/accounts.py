@@ -50,10 +50,9 @@ WROTE_MAX = 4_096
 RETRY_S = 1.0
 LEASE_LOOK_S = 0.1
 
-log = structlog.get_logger("streams.accounts")
-
-
 T = TypeVar("T")
+
+log = structlog.get_logger("streams.accounts")
 
 
 @dataclass(slots=True)
