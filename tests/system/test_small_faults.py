@@ -317,22 +317,25 @@ def test_a_live_call_is_next_before_two_hundred_jobs(
     mark = Mark(stack, "tokens", "requests.", f"work.{LOOPING}.", "lifecycle")
     jobs = stack.thread.run(write_jobs(stack))
     stack.until(lambda: sum(item.name == "InferenceScheduled" for item in mark.records()) > JOBS // 10)
-    answer = http.post(f"/v2/models/{LOOPING}/infer", json=turns(1), headers=within(45_000))
-    live = answer.headers["x-request-id"]
-    assert answer.json()["outputs"][0]["data"] == [1.0]
-    at_once = mark.records()
-    times = {
-        (str(getattr(item.event, "request_id", "")), item.name): item.timestamp_ms
-        for item in at_once
-        if item.topic.startswith(("work.", "tokens"))
+    worker = f"{LOOPING}-a"
+    with ThreadPoolExecutor(1) as threads:
+        stack.pause(worker)  # what ends before the call tells of its place only once the worker can see it
+        try:
+            calling = threads.submit(http.post, f"/v2/models/{LOOPING}/infer", json=turns(1), headers=within(45_000))
+            live = stack.until(lambda: scheduled(mark, INTERACTIVE))
+            resumed_ms = now_ms()
+        finally:
+            stack.resume(worker)
+        answer = calling.result()
+    assert (answer.headers["x-request-id"], answer.json()["outputs"][0]["data"]) == (live, [1.0])
+    ends = {
+        str(getattr(item.event, "request_id", "")): item.timestamp_ms
+        for item in mark.records()
+        if item.name == "InferenceCompleted" and item.topic.startswith("tokens")
     }
-    since, until = times[live, "InferenceScheduled"], times[live, "GenerationStarted"]
-    starts = [at for (name, what), at in times.items() if what == "GenerationStarted" and name in jobs]
-    ends = [at for (name, what), at in times.items() if what == "InferenceCompleted" and name in jobs]
     assert len(ends) < JOBS, "they wait still"
-    assert sum(since < at < until for at in starts) <= 1, "one whose turn had come already"
-    assert sum(until < at < times[live, "InferenceCompleted"] for at in ends) <= 2, (
-        "one that ran, and one that was told"
+    assert sum(resumed_ms < at < ends[live] for name, at in ends.items() if name in jobs) <= LOOPING_SLOTS // 2, (
+        "what ran and was told meanwhile, but not all that had a slot"
     )
     stack.ended(live)
     check_hops(mark.records(), live, INTERACTIVE, 45_000)
@@ -340,6 +343,14 @@ def test_a_live_call_is_next_before_two_hundred_jobs(
         lambda: sum(item.name == "InferenceCompleted" and item.topic == "lifecycle" for item in mark.records()) > JOBS
     )
     check_hops(mark.records(), jobs[-1], BATCH, 120_000)
+
+
+def scheduled(mark: Mark, tier: str) -> str:
+    """The id of what was scheduled in this tier, if anything was."""
+    found = (item.event for item in mark.records())
+    return next(
+        (event.request_id for event in found if isinstance(event, InferenceScheduled) and event.tier == tier), ""
+    )
 
 
 def check_hops(records: list[Read], name: str, tier: str, timeout_ms: int) -> None:

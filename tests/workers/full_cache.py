@@ -14,11 +14,11 @@ from schemas.events import Sampling
 from workers.engines.port import EngineConfig, EngineRequest
 from workers.engines.vllm import VllmEngine
 
-CONTEXT, PROMPT = 256, 20
+CONTEXT, PROMPT = 128, 20
 BLOCK = 32
 BLOCKS = 3 * CONTEXT // 2 // BLOCK
 """That are used; vLLM keeps one more for itself."""
-RUN_S_MAX = 120.0
+RUN_S_MAX = 300.0
 
 
 async def main(folder: str) -> None:
