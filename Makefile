@@ -5,11 +5,12 @@ SHELL := /bin/sh
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 
+# Where nobody chooses one, a Python that was built with optimisation is preferred.
 PYTHON ?= python3
 ARGS ?=
 # The engines a demo installs: `make demo ENGINE=gpu` on a machine with a GPU.
 ENGINE ?= cpu
-RUN = $(PYTHON) scripts/bootstrap.py --extras
+RUN = PYTHON_ORIGIN="$(origin PYTHON)" $(PYTHON) scripts/bootstrap.py --extras
 DEV = $(ENGINE),onnx,stores,test
 # Of pytest, each with a broker of its own: tests mostly wait.
 PROCESSES ?= 2

@@ -3,7 +3,8 @@
 
     python3 scripts/bootstrap.py --extras cpu,test -- pytest -q
 
-`uv` comes from the package index into .bootstrap/; .venv gets a Python 3.11 or 3.12. A stamp in .venv remembers what was
+`uv` comes from the package index into .bootstrap/; .venv gets a Python 3.11 or 3.12: this one, unless make says by PYTHON_ORIGIN=file that
+nobody chose it and another is faster. A stamp in .venv remembers what was
 installed from which constraints, so a later call goes straight to the command. All that is printed goes to standard
 error: standard output belongs to the command.
 """
@@ -122,12 +123,23 @@ def candidates() -> Iterator[str]:
             yield str(path)
 
 
-def find_python() -> str | None:
-    """A CPython 3.11 or 3.12 on this machine, the one running first; None when there is none."""
-    for python in candidates():
-        if version_of(python) in VERSIONS:
-            return python
-    return None
+def is_optimised(python: str) -> bool:
+    """Whether an interpreter was built with profile-guided optimisation, as distributions' own are: one compiled without it, as by pyenv, is a fifth slower."""
+    probe = "import sys, sysconfig; print(sys.base_prefix, sysconfig.get_config_var('CONFIG_ARGS'))"
+    status, output = run_quietly([python, "-c", probe], PROBE_TIMEOUT_S)
+    return status == 0 and (output.startswith("/usr ") or "--enable-optimizations" in output)
+
+
+def find_python(any_will_do: bool = False) -> str | None:
+    """A CPython 3.11 or 3.12 on this machine, None when there is none: the one running first, or, if any will do, one that is optimised."""
+    fitting = (python for python in candidates() if version_of(python) in VERSIONS)
+    first = next(fitting, None)
+    if first is None or not any_will_do or is_optimised(first):
+        return first
+    better = next((python for python in fitting if is_optimised(python)), None)
+    if better is not None:
+        say(f"using {better}: {first} was built without optimisation and is slower (PYTHON={first} insists on it)")
+    return better or first
 
 
 # --- the environment -------------------------------------------------------------------------------------------------
@@ -202,7 +214,7 @@ def install(extras: set[str]) -> None:
     if not os.environ.get("UV_LINK_MODE"):
         env["UV_LINK_MODE"] = "hardlink" if same_filesystem(uv) else "copy"
     if version_of(str(VENV / "bin" / "python")) not in VERSIONS:
-        python = find_python()
+        python = find_python(any_will_do=os.environ.get("PYTHON_ORIGIN") == "file")
         if python:
             env["UV_PYTHON_DOWNLOADS"] = "never"
         else:

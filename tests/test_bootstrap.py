@@ -65,6 +65,49 @@ def test_no_fitting_python_is_none(bootstrap: ModuleType, tmp_path: Path, monkey
     assert bootstrap.find_python() is None
 
 
+@pytest.mark.parametrize(
+    ("running", "any_will_do", "found"),
+    [
+        ("/home/someone --prefix=/home/someone", True, "distribution"),
+        ("/home/someone --prefix=/home/someone", False, "running"),
+        ("/home/someone --enable-optimizations", True, "running"),
+        ("/usr None", True, "running"),
+    ],
+)
+def test_a_python_that_nobody_chose_gives_way_to_one_that_is_optimised(
+    bootstrap: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    running: str,
+    any_will_do: bool,
+    found: str,
+) -> None:
+    def python(name: str, built: str) -> Path:
+        text = f"""case "$2" in *CONFIG_ARGS*) echo "{built}" ;; *) echo cpython 3 11 ;; esac"""
+        return program(tmp_path / name / "python3.11", text)
+
+    paths = {
+        "running": python("running", running),
+        "other": python("other", "/opt --with-lto"),
+        "distribution": python("distribution", "/usr --with-lto"),
+    }
+    monkeypatch.setattr(sys, "executable", str(paths["running"]))
+    monkeypatch.setenv("PATH", os.pathsep.join(str(path.parent) for path in paths.values()))
+
+    assert bootstrap.find_python(any_will_do) == str(paths[found])
+
+
+def test_a_python_alone_that_is_not_optimised_is_used(
+    bootstrap: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = program(tmp_path / "python3.12", "echo cpython 3 12")
+    monkeypatch.setattr(sys, "executable", str(only))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+
+    assert bootstrap.find_python(any_will_do=True) == str(only)
+
+
 def test_what_is_installed_is_not_installed_again(bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bootstrap, "bootstrap_uv", lambda: pytest.fail("it went to install"))
     installed(bootstrap, "cpu", "test")
