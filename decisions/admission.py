@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from decisions.ledger import ALL_KEYS_AND_MODELS, Cost, Counters
 from decisions.placement import SeenWorker
 from decisions.problem import Problem
 from decisions.quota import Exceeded, Reserved
+from decisions.remembered import Remembered
 from decisions.signature import text_lengths, unfit, unknown_token
 from decisions.validation import problem, vocabulary_problem
 from schemas.events import (
@@ -159,15 +159,17 @@ class Case:
 
     def noting(self, check: str, outcome: str = PASSED, detail: str = "", **found: Any) -> Case:
         """The case with one decision more, and the fields that it settled."""
-        return self.having(decisions=(*self.decisions, Decision(check, outcome, detail)), **found)
+        return self.having(**found, decisions=(*self.decisions, Decision(check, outcome, detail)))
 
     def having(self, **found: Any) -> Case:
         """The case with some fields settled.
 
         A dozen of these are made for each request, so they are copied as dictionaries: `replace` would take a tenth of all admission's time.
         """
+        fields = self.__dict__.copy()
+        fields.update(found)
         after = object.__new__(Case)
-        object.__setattr__(after, "__dict__", {**self.__dict__, **found})
+        object.__setattr__(after, "__dict__", fields)
         return after
 
     @property
@@ -498,7 +500,7 @@ def check_quota(case: Case, world: World) -> Case | Refusal:
 def _limits(case: Case, world: World) -> tuple[Mapping[str, Quota], Counters]:
     """What limits a request, by scope, and what its tenant has used."""
     tenant = case.grant.tenant
-    limits = _limits_for(quotas_of(tenant, case.tier, world), case.grant.key_id, case.routed.model)
+    limits = _limits_for(quotas_of(tenant, case.tier, world), None, case.grant.key_id, case.routed.model)
     return limits, world.counters(case.source.partition, tenant)
 
 
@@ -514,12 +516,14 @@ def quotas_of(tenant: str, tier: str, world: World) -> tuple[Quota, ...]:
     return _in_force(own.quotas if own is not None else (), default.quotas if default is not None else (), tier)
 
 
-_in_force = lru_cache(maxsize=QUOTAS_KEPT)(quota.in_force)
+_in_force = Remembered(quota.in_force, QUOTAS_KEPT)
 
 
-@lru_cache(maxsize=QUOTAS_KEPT)
-def _limits_for(quotas: tuple[Quota, ...], key_id: str, model: str) -> Mapping[str, Quota]:
+def _limits_of(quotas: tuple[Quota, ...], _: None, key_id: str, model: str) -> Mapping[str, Quota]:
     return MappingProxyType(quota.limits_for(quotas, key_id, model))
+
+
+_limits_for = Remembered(_limits_of, QUOTAS_KEPT)
 
 
 def reserved_tokens(case: Case) -> int:

@@ -89,11 +89,9 @@ def place(
 
 def _loads(report: WorkerReported, topic: str, ends: Mapping[tuple[str, int], int]) -> list[tuple[int, _Load]]:
     """The load of each partition of `topic` that the worker holds."""
-    per_slot = total(report, topic, ends) / max(1, report.slots)
-    return [
-        (partition, _Load(report.worker_id, per_slot, backlog))
-        for partition, backlog in backlogs(report, topic, ends).items()
-    ]
+    found = backlogs(report, topic, ends)
+    per_slot = _total(report, found) / max(1, report.slots)
+    return [(partition, _Load(report.worker_id, per_slot, backlog)) for partition, backlog in found.items()]
 
 
 def serves(report: WorkerReported, tier: str) -> bool:
@@ -103,8 +101,11 @@ def serves(report: WorkerReported, tier: str) -> bool:
 
 def total(report: WorkerReported, topic: str, ends: Mapping[tuple[str, int], int]) -> int:
     """What waits and runs on a worker, as one tier sees it: what waits in its other tiers isn't in this one's way, what runs is."""
-    backlog = sum(backlogs(report, topic, ends).values())
-    return backlog + max(0, report.running - backlog)
+    return _total(report, backlogs(report, topic, ends))
+
+
+def _total(report: WorkerReported, found: Mapping[int, int]) -> int:
+    return max(report.running, sum(found.values()))
 
 
 def backlogs(report: WorkerReported, topic: str, ends: Mapping[tuple[str, int], int]) -> dict[int, int]:

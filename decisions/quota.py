@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from decisions.capacity import PERCENT_MAX
 from decisions.ledger import ALL_KEYS_AND_MODELS, NEW, Cost, Counter, Counters, Hold, Unit, Window, hold
+from decisions.remembered import Remembered
 from schemas.errors import HeadraceError
 from schemas.parts import Quota, Rate, Rates
 from schemas.quick import quick
@@ -190,20 +190,20 @@ def gauges(counters: Counters, limits: Mapping[str, Quota], now_ms: int) -> list
     found = []
     for scope, quota in limits.items():
         counter = counters.get(scope, NEW)
-        for kind, limit in _set(quota):
-            found.append(Gauge(scope, kind, limit, _used(counter, kind, now_ms), counter))
+        for kind, limit in _limits(quota, None):
+            window = kind.window
+            used = counter.running if window is None else counter.used(window, kind.unit, now_ms)
+            found.append(Gauge(scope, kind, limit, used, counter))
     return found
 
 
-@lru_cache(maxsize=QUOTAS_KEPT)
-def _set(quota: Quota) -> tuple[tuple[Kind, int], ...]:
+def _limits_of(quota: Quota, _: None) -> tuple[tuple[Kind, int], ...]:
     """The limits that a quota sets."""
     found = ((kind, getattr(quota, kind.field)) for kind in KINDS)
     return tuple((kind, limit) for kind, limit in found if limit is not None)
 
 
-def _used(counter: Counter, kind: Kind, now_ms: int) -> int:
-    return counter.running if kind.window is None else counter.used(kind.window, kind.unit, now_ms)
+_limits = Remembered(_limits_of, QUOTAS_KEPT)
 
 
 # --- the decision ----------------------------------------------------------------------------------------------------
@@ -240,8 +240,10 @@ def lacking(counters: Counters, limits: Mapping[str, Quota], cost: Cost, now_ms:
 def _fits(counters: Counters, limits: Mapping[str, Quota], cost: Cost, now_ms: int) -> bool:
     for scope, quota in limits.items():
         counter = counters.get(scope, NEW)
-        for kind, limit in _set(quota):
-            if _used(counter, kind, now_ms) + cost.amount(kind.unit) > limit:
+        for kind, limit in _limits(quota, None):
+            window, unit = kind.window, kind.unit
+            used = counter.running if window is None else counter.used(window, unit, now_ms)
+            if used + cost.amount(unit) > limit:
                 return False
     return True
 
@@ -281,9 +283,12 @@ def rates(measured: Sequence[Gauge], now_ms: int) -> Rates:
 
 
 def _tightest(measured: Iterable[Gauge], unit: Unit, now_ms: int) -> Rate | None:
-    counted = [gauge for gauge in measured if gauge.kind.unit is unit and gauge.kind.window is not None]
-    found = [Rate(gauge.limit, gauge.remaining, gauge.wait_ms(gauge.limit, now_ms) or 0) for gauge in counted]
-    return tightest(found)
+    found = [
+        Rate(gauge.limit, gauge.remaining, gauge.wait_ms(gauge.limit, now_ms) or 0)
+        for gauge in measured
+        if gauge.kind.unit is unit and gauge.kind.window is not None
+    ]
+    return found[0] if len(found) == 1 else tightest(found)
 
 
 def tightest(known: Iterable[Rate]) -> Rate | None:

@@ -72,6 +72,13 @@ def key_problem(key: str, param: str) -> Problem | None:
 
 
 def _exactly_one_input(request: InferenceRequested) -> Problem | None:
+    if (
+        (request.messages is not None)
+        + (request.prompt is not None)
+        + (request.prompt_token_ids is not None)
+        + (request.inputs is not None)
+    ) == 1:
+        return None
     inputs = {
         "messages": request.messages,
         "prompt": request.prompt,
@@ -79,8 +86,6 @@ def _exactly_one_input(request: InferenceRequested) -> Problem | None:
         "inputs": request.inputs,
     }
     given = [name for name, value in inputs.items() if value is not None]
-    if len(given) == 1:
-        return None
     if not given:
         return Problem("one of messages, prompt, prompt_token_ids and inputs must be given", "messages")
     return Problem(f"only one of {' and '.join(given)} may be given", given[1])
@@ -154,6 +159,8 @@ def _timeout(timeout_ms: int | None) -> Problem | None:
 
 
 def _cache_control(cache_control: str | None) -> Problem | None:
+    if cache_control is None:
+        return None
     try:
         parse(cache_control)
     except ValueError as error:
