@@ -88,8 +88,7 @@ def test_each_admission_keeps_answers_in_the_redis_that_is_there() -> None:
     urls = {service["environment"]["HEADRACE_ADMISSION_CACHE_URL"] for service in found}
     assert urls == {"redis://redis:6379/0"}
     assert "--save" in SERVICES["redis"]["command"]
-    (served,) = models_file.load(ROOT / "infra/deploy/models.yaml")
-    assert served.cache.ttl_s > 0
+    assert all(served.cache.ttl_s > 0 for served in models_file.load(ROOT / "infra/deploy/models.yaml"))
 
 
 def test_each_tier_has_its_admission() -> None:
@@ -119,7 +118,8 @@ def test_ports_are_published_on_this_machine_alone_and_once(name: str) -> None:
 def test_the_bridge_listens_where_its_port_is_published() -> None:
     command = SERVICES["bridge"]["command"]
     inside = command[command.index("--port") + 1]
-    assert SERVICES["bridge"]["ports"] == [f"127.0.0.1:8000:{inside}"]
+    grpc = command[command.index("--grpc-port") + 1]
+    assert SERVICES["bridge"]["ports"] == [f"127.0.0.1:8000:{inside}", f"127.0.0.1:8001:{grpc}"]
     assert command[command.index("--host") + 1] == "0.0.0.0"
 
 
@@ -177,9 +177,18 @@ def test_volumes_are_declared_and_mounted_files_exist(name: str) -> None:
             assert source in COMPOSE["volumes"]
 
 
-def test_the_worker_serves_a_model_of_the_mounted_file() -> None:
+def test_each_model_of_the_mounted_file_has_a_worker() -> None:
     entries = models_file.load(ROOT / "infra/deploy/models.yaml")
-    assert tuple(SERVICES["worker"]["command"][1:]) in {(entry.name, entry.version) for entry in entries}
+    served = [tuple(service["command"][1:]) for service in OURS.values() if service["command"][0] == "worker"]
+    assert sorted(served) == sorted((entry.name, entry.version) for entry in entries)
+
+
+def test_the_image_has_what_each_engine_of_the_mounted_file_needs() -> None:
+    text = (ROOT / "infra/deploy/Dockerfile").read_text()
+    engines = {entry.engine for entry in models_file.load(ROOT / "infra/deploy/models.yaml")}
+    assert engines == {"vllm", "onnx"}
+    assert 'extras="onnx,stores${ENGINE:+,$ENGINE}"' in text
+    assert COMPOSE["x-image"]["build"]["args"]["ENGINE"] == "${ENGINE:-cpu}"
 
 
 def test_the_image_is_built_from_a_file_that_exists_with_what_it_copies() -> None:
