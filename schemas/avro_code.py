@@ -18,6 +18,7 @@ from schemas.avro_form import default, fields, optional
 MISFITS = (ValueError, TypeError, AttributeError, LookupError, OverflowError, struct.error)
 LONGS_KEPT = 1 << 18
 """Forms of so many integers are kept: lengths, counts, and the token ids of any vocabulary."""
+VARINTS_KEPT = 1 << 14
 LONG_BYTES_MAX = 10
 INT64_MAX = (1 << 63) - 1
 UINT64_MAX = (1 << 64) - 1
@@ -25,22 +26,42 @@ ARRAY_END = b"\x00"
 """What follows an array's entries; all that an empty one is."""
 
 
+class _Varints(dict[int, bytes]):
+    """Whole numbers as they are written: seven bits a byte, the lowest first. What was asked for is kept, so many at most."""
+
+    def __missing__(self, rest: int) -> bytes:
+        out, number = [], rest
+        while rest > 0x7F:
+            out.append(rest & 0x7F | 0x80)
+            rest >>= 7
+        out.append(rest)
+        if len(self) >= VARINTS_KEPT:
+            self.clear()
+        self[number] = form = bytes(out)
+        return form
+
+
+_SEVEN_BITS = [bytes([number | 0x80]) for number in range(0x80)]
+"""A byte that others follow."""
+
+
 class _Longs(dict[int, bytes]):
-    """Integers as they are written: zigzag, seven bits a byte, the lowest first."""
+    """Integers as they are written: zigzag, then as `_Varints`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._high = _Varints()
 
     def __missing__(self, value: int) -> bytes:
         if not -INT64_MAX - 1 <= value <= INT64_MAX:
             raise OverflowError("doesn't fit in 64 bits")
         rest = value << 1 if value >= 0 else (-value << 1) - 1
-        if rest >> 35 and not rest >> 42:  # as times in milliseconds are, of which each event has some
-            low = rest & 0x7F | 0x80, rest >> 7 & 0x7F | 0x80, rest >> 14 & 0x7F | 0x80, rest >> 21 & 0x7F | 0x80
-            return bytes((*low, rest >> 28 & 0x7F | 0x80, rest >> 35))
-        out = []
-        while rest > 0x7F:
-            out.append(rest & 0x7F | 0x80)
-            rest >>= 7
-        out.append(rest)
-        form = bytes(out)
+        if (
+            rest > 0x3FFF
+        ):  # as times in milliseconds are, of which each event has some: their high bits are those of many
+            form = _SEVEN_BITS[rest & 0x7F] + _SEVEN_BITS[rest >> 7 & 0x7F] + self._high[rest >> 14]
+        else:
+            form = self._high[rest]
         if 0 <= value < LONGS_KEPT:
             self[value] = form
         return form

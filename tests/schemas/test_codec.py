@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.avro_code import MISFITS
+from schemas.avro_code import _LONGS, MISFITS, VARINTS_KEPT, long_form
 from schemas.avro_form import reader
 from schemas.codec import (
     _TYPES,
@@ -104,6 +104,14 @@ def test_integers_of_every_length_are_made_and_read(number: int) -> None:
     event = TokensGenerated("id", number, Attempt(number, number), number, (number, 5, number), "")
     made = _TYPES[TokensGenerated]
     assert made.read(made.write(event), HEADER_BYTES) == event
+
+
+def test_of_the_forms_of_large_integers_only_so_many_are_kept() -> None:
+    for number in range(2 * VARINTS_KEPT):
+        out = io.BytesIO()
+        fastavro.schemaless_writer(out, "long", number << 40)
+        assert long_form(number << 40) == out.getvalue()
+    assert len(_LONGS._high) <= VARINTS_KEPT
 
 
 def test_a_value_that_the_made_code_cannot_write_goes_the_generic_way() -> None:
