@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import faust
+from aiokafka import ConsumerRecord
 from faust.auth import SASLCredentials, SSLCredentials
 from faust.types import TP
 
@@ -26,6 +29,7 @@ from schemas.errors import HeadraceError
 from schemas.quick import quick
 from schemas.reasons import Reason
 from streams import faust_transport
+from streams.faust_transport import Message
 from streams.lease import Lease
 
 START_S_MAX = 60.0
@@ -39,7 +43,6 @@ TOGETHER_MAX = 16
 AHEAD_MAX = 10_000
 """Records of a partition that are read beyond the oldest that isn't done: after a crash they come again, and what became of them is remembered."""
 REQUEST_TIMEOUT_S = 40.0
-TIMESTAMP_UNITS = 1_000  # Faust turns milliseconds to seconds
 
 FAR_AHEAD = "far ahead"
 
@@ -152,6 +155,7 @@ class FaustShell:
         self._app: Any = None
         self._stopping = False
         self._watching: asyncio.Task[None] | None = None
+        self._taking: asyncio.Task[None] | None = None
         self._assigned: set[Partition] | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -205,6 +209,8 @@ class FaustShell:
                 Reason.UNAVAILABLE, f"Kafka doesn't answer at {self._settings.kafka.bootstrap}"
             ) from None
         self._watching = asyncio.ensure_future(self._watch())
+        self._taking = asyncio.ensure_future(self._take(self._app.transport.queue))
+        self._taking.add_done_callback(self._no_more)
 
     async def _watch(self) -> None:
         """Faust stops by itself when one of its parts crashes, and would say so to nobody."""
@@ -219,8 +225,9 @@ class FaustShell:
         if self._app is None:
             return
         self._stopping = True
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in (self._watching, self._taking):
+            if task is not None:
+                task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=FINISH_S_MAX)
         with contextlib.suppress(TimeoutError):
@@ -252,40 +259,40 @@ class FaustShell:
         )
         app.finalize()
         app.transport = faust_transport.OneLoopTransport(app.conf.broker_consumer, app)
-        topic = app.topic(self._topic, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw")
-        app.agent(topic, name=self._group, concurrency=1)(self._take)
+        app.transport.queue = aiter(app.topic(self._topic)).queue  # iterating over a topic is what subscribes to it
         app.on_partitions_revoked.connect(self._on_revoked, weak=False)
         app.on_partitions_assigned.connect(self._on_assigned, weak=False)
         return app
 
-    async def _take(self, stream: Any) -> None:
-        """Take events as they come. Those that came together start together, so that what they write travels together."""
-        waiting = stream.channel.queue
-        came: list[tuple[Any, Callable[[], None]]] = []
-        async for event in stream.noack().events():
-            if self._stopping:
-                return
+    async def _take(self, queue: asyncio.Queue[Message]) -> None:
+        """Take messages as they come. Those that came together start together, so that what they write travels together."""
+        while True:
+            came = [await queue.get()]
+            while len(came) < TOGETHER_MAX and not queue.empty():
+                came.append(queue.get_nowait())
             # At once: whatever waits for a slot when its partition is taken away must not be acked either.
-            place = event.message.topic, event.message.partition
-            done = self._acks.take(place, event.ack)
-            if self._acks.ahead(place) >= AHEAD_MAX:
-                self.pause(event.message.partition, FAR_AHEAD)
-            came.append((event.message, done))
-            if waiting.empty() or len(came) == TOGETHER_MAX:
-                for each in came:
-                    await self._begin(*each)
-                came = []
+            for record, done in [(message.record, self._note(message)) for message in came if self._is_ours(message)]:
+                await self._begin(record, done)
+            await asyncio.sleep(0)  # what began gets on meanwhile
 
-    async def _begin(self, message: Any, done: Callable[[], None]) -> None:
-        record = Record(
-            message.topic,
-            message.partition,
-            message.offset,
-            round(message.timestamp * TIMESTAMP_UNITS),
-            message.key,
-            message.value,
-            tuple(dict(message.headers or ()).items()),
-        )
+    def _no_more(self, taking: asyncio.Task[None]) -> None:
+        if not taking.cancelled() and (error := taking.exception()) is not None and not self.failed.done():
+            self.failed.set_exception(error)
+
+    def _is_ours(self, message: Message) -> bool:
+        """Whether it was read since the last rebalance: else it comes again, here or elsewhere."""
+        return message.generation_id == self._app.consumer_generation_id
+
+    def _note(self, message: Message) -> Callable[[], None]:
+        self._app.monitor.stream_inbound_time[message.tp] = time.monotonic()  # by which Faust tells what hangs
+        done = self._acks.take(message.tp, partial(self._app.consumer.ack, message))
+        if self._acks.ahead(message.tp) >= AHEAD_MAX:
+            self.pause(message.tp.partition, FAR_AHEAD)
+        return done
+
+    async def _begin(self, found: ConsumerRecord, done: Callable[[], None]) -> None:
+        headers = tuple(dict(found.headers).items())
+        record = Record(found.topic, found.partition, found.offset, found.timestamp, found.key, found.value, headers)
         await self._slots.acquire()
         task = asyncio.ensure_future(self._run(record, done))
         self._tasks[task] = record.topic, record.partition

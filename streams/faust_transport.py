@@ -6,21 +6,38 @@ twice. Here nothing holds the loop, and the crossings cost more than the fetch.
 Faust also makes four tasks to hand one record on. A batch then takes so long that aiokafka, which waits 0.1 s for what it
 has prefetched to be taken, asks the broker for the other partitions alone and gets no more of this one until that request
 returns: 1.5 s, by Faust's setting. So records are handed on directly here, and no request waits longer than
-`FETCH_WAIT_MS`.
+`FETCH_WAIT_MS`. They go to the queue of the one topic that is read, as they are: Faust's conductor, events, streams and sensors
+would take a tenth of a request's time, and nobody reads what they make of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from faust.transport.drivers.aiokafka import AIOKafkaConsumerThread, Consumer, Transport
+from faust.types import TP
 from mode.utils.futures import maybe_async
 
 FETCH_WAIT_MS = 250
 POLL_S = 1.0
 PAUSED_LOOK_S = 0.1
+
+
+class Message:
+    """A record on its way to whoever handles it, with what Faust's `Consumer.ack` asks for."""
+
+    __slots__ = ("__weakref__", "acked", "generation_id", "offset", "record", "topic", "tp")
+
+    def __init__(self, tp: Any, record: Any, generation_id: int) -> None:
+        self.tp = tp
+        self.record = record
+        self.topic: str = record.topic
+        self.offset: int = record.offset
+        self.generation_id = generation_id
+        self.acked = False
 
 
 class OneLoopConsumerThread(AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust is not analysed
@@ -69,6 +86,10 @@ class OneLoopConsumerThread(AIOKafkaConsumerThread):  # type: ignore[misc]  # Fa
 class OneLoopConsumer(Consumer):  # type: ignore[misc]
     """A consumer that delegates to no thread."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._places: dict[Any, tuple[TP, Callable[[], None], Callable[[], None]]] = {}
+
     def _new_consumer_thread(self) -> Any:
         return OneLoopConsumerThread(self, loop=self.loop, beacon=self.beacon)
 
@@ -99,24 +120,51 @@ class OneLoopConsumer(Consumer):  # type: ignore[misc]
         """Hand records on in order, until either stops. A record that was read before a rebalance is handed on again."""
         try:
             while not (self.should_stop or fetcher.should_stop):
-                async for partition, message in self.getmany(timeout=POLL_S):
-                    before = self._read_offset[partition]
-                    if before is not None and message.offset < before:
-                        continue
-                    if before and message.offset - before > 1:  # retention removed what lay between
-                        await self._add_gap(partition, before + 1, message.offset - 1)
-                    await self.callback(message)
-                    self._read_offset[partition] = message.offset
+                records, active = await self._wait_next_records(POLL_S)
+                if self.flow_active:
+                    await self._hand_on(records, active, self.app.consumer_generation_id)
+                else:
+                    await self.perform_seek()
                 await asyncio.sleep(0)
         except (asyncio.CancelledError, *self.consumer_stopped_errors):
             if not self.app.should_stop:
                 raise
 
+    async def _hand_on(self, records: Any, active: Any, generation_id: int) -> None:
+        """Into the queue, as long as nothing changes that makes them come again."""
+        queue, app, read = self.transport.queue, self.app, self._read_offset
+        for partition, record in self.scheduler.iterate(records):
+            if not self.flow_active or self.should_stop or app.consumer_generation_id != generation_id:
+                return
+            tp, on_high, on_drop = self._places.get(partition) or self._place(partition)
+            if tp not in active and tp not in self._buffered_partitions:
+                continue
+            offset, before = record.offset, read[tp]
+            if before is not None and offset < before:
+                continue
+            if before and offset - before > 1:  # retention removed what lay between
+                await self._add_gap(tp, before + 1, offset - 1)
+            message = Message(tp, record, generation_id)
+            if queue.full():
+                await asyncio.wait([asyncio.ensure_future(queue.put(message))])  # a rebalance cancels that, and not us
+                if app.consumer_generation_id != generation_id:
+                    return
+            else:
+                queue.put_nowait_enhanced(message, on_pressure_high=on_high, on_pressure_drop=on_drop)
+            read[tp] = offset
+
+    def _place(self, partition: Any) -> tuple[TP, Callable[[], None], Callable[[], None]]:
+        """A partition of aiokafka's as Faust names it, and what is called when the queue is too full to read on of it, and when it has room again."""
+        tp = TP(*partition)
+        made = self._places[tp] = tp, partial(self.on_buffer_full, tp), partial(self.on_buffer_drop, tp)
+        return made
+
 
 class OneLoopTransport(Transport):  # type: ignore[misc]
-    """Give it to an app as its `transport`."""
+    """Give it to an app as its `transport`, and it the queue of the topic's channel: each `Message` comes there."""
 
     Consumer = OneLoopConsumer
+    queue: Any = None
 
 
-__all__ = ["OneLoopConsumer", "OneLoopTransport"]
+__all__ = ["Message", "OneLoopConsumer", "OneLoopTransport"]

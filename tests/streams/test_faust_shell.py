@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from aiokafka import ConsumerRecord
+from faust.types import TP
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from infra.topics import ensure
 from schemas.errors import HeadraceError
 from schemas.topics import TopicSpec
 from streams.faust_shell import FaustShell, InOrderAcks, Record
+from streams.faust_transport import Message
 
 WAIT_S = 40.0
 
@@ -54,26 +56,35 @@ def test_partitions_do_not_wait_for_each_other_and_lost_ones_ack_nothing() -> No
     assert acked == ["c", "a again"]
 
 
-class Stream:
-    """What Faust hands to an agent: events that came together."""
+class Faust:
+    """What the shell asks of the app, of one generation of the group: events are acked, and nothing is paused."""
 
-    def __init__(self, offsets: range, acked: list[int]) -> None:
-        self.channel = SimpleNamespace(queue=self)
-        self._left = deque(offsets)
-        self._acked = acked
+    def __init__(self, acked: list[int]) -> None:
+        self.consumer_generation_id = 1
+        self.monitor = SimpleNamespace(stream_inbound_time={})
+        self.consumer = SimpleNamespace(ack=lambda message: acked.append(message.offset))
 
-    def empty(self) -> bool:
-        return not self._left
 
-    def noack(self) -> Stream:
-        return self
+def queued(offsets: range, generation_id: int = 1) -> asyncio.Queue[Message]:
+    """Messages that came together."""
+    queue = asyncio.Queue[Message]()
+    for offset in offsets:
+        record = ConsumerRecord("t", 0, offset, 0, 0, None, b"", None, -1, 0, ())
+        queue.put_nowait(Message(TP("t", 0), record, generation_id))
+    return queue
 
-    async def events(self) -> AsyncIterator[Any]:
-        while self._left:
-            offset = self._left.popleft()
-            fields = {"topic": "t", "partition": 0, "offset": offset, "timestamp": 0.0}
-            message = SimpleNamespace(**fields, key=None, value=b"", headers=None)
-            yield SimpleNamespace(message=message, ack=lambda offset=offset: self._acked.append(offset))
+
+@asynccontextmanager
+async def taking(shell: FaustShell, queue: asyncio.Queue[Message]) -> AsyncIterator[None]:
+    """The shell takes what is there; what it began has come to its end afterwards."""
+    task = asyncio.create_task(shell._take(queue))
+    await asyncio.sleep(0.01)
+    try:
+        yield
+        await asyncio.sleep(0.01)
+        await asyncio.gather(*shell._tasks)
+    finally:
+        task.cancel()
 
 
 async def test_it_is_not_ready_before_it_was_assigned_though_faust_revokes_first(tmp_path: Path) -> None:
@@ -94,16 +105,28 @@ async def test_what_waits_for_a_slot_when_its_partition_goes_is_not_acked(tmp_pa
         await gate.wait()
 
     shell = FaustShell(AdmissionSettings(data_dir=tmp_path), "t", "t", handle, open_max=1)
-    taking = asyncio.create_task(shell._take(Stream(range(3), acked)))
-    await asyncio.sleep(0.01)
-    await shell._on_revoked(None, [SimpleNamespace(topic="t", partition=0)])
-    gate.set()
-    await taking
-    await asyncio.gather(*shell._tasks)
+    shell._app = Faust(acked)
+    async with taking(shell, queued(range(3))):
+        await shell._on_revoked(None, [SimpleNamespace(topic="t", partition=0)])
+        gate.set()
     assert acked == []
-    await shell._take(Stream(range(3, 5), acked))
-    await asyncio.gather(*shell._tasks)
+    async with taking(shell, queued(range(3, 5))):
+        pass
     assert acked == [3, 4]
+
+
+async def test_what_was_read_before_a_rebalance_is_not_taken(tmp_path: Path) -> None:
+    taken, acked = list[int](), list[int]()
+
+    async def handle(record: Record) -> None:
+        taken.append(record.offset)
+
+    shell = FaustShell(AdmissionSettings(data_dir=tmp_path), "t", "t", handle, open_max=1)
+    shell._app = Faust(acked)
+    queue = queued(range(3), generation_id=0)
+    async with taking(shell, queue):
+        queue.put_nowait(queued(range(1, 2)).get_nowait())
+    assert (taken, acked) == ([1], [1])
 
 
 @pytest.mark.kafka
