@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 from schemas.errors import HeadraceError
@@ -62,23 +63,17 @@ class Tokenizers:
         """
         if request.prompt_token_ids is not None:
             return request.prompt_token_ids
-        chars = len(request.prompt or "") + sum(len(message.content) for message in request.messages or ())
-        return await self._in_turn(chars, lambda: self._tokenise(request, tokenizer, now_ms), aside)
+        chars = len(request.prompt or "") + sum([len(message.content) for message in request.messages or ()])
+        if chars <= LARGE_CHARS:
+            return await self._tokenise(request, tokenizer, now_ms)
+        return await self._in_turn(lambda: self._tokenise(request, tokenizer, now_ms), aside)
 
     async def encode(self, texts: Sequence[str], tokenizer: Tokenizer, aside: Aside | None) -> list[list[int]]:
         """The token ids of each text, with the special tokens that the tokenizer adds. As `tokenise` otherwise."""
-        return await self._in_turn(
-            sum(map(len, texts)), lambda: self._pool.encode_all(tokenizer, texts, add_special_tokens=True), aside
-        )
+        run = partial(self._pool.encode_all, tokenizer, texts, add_special_tokens=True)
+        return await (run() if sum(map(len, texts)) <= LARGE_CHARS else self._in_turn(run, aside))
 
-    async def _in_turn(
-        self,
-        chars: int,
-        run: Callable[[], Coroutine[Any, Any, T]],
-        aside: Aside | None,
-    ) -> T:
-        if chars <= LARGE_CHARS:
-            return await run()
+    async def _in_turn(self, run: Callable[[], Coroutine[Any, Any, T]], aside: Aside | None) -> T:
         while aside is not None and self.crowded:
             async with aside():
                 await asyncio.sleep(CROWDED_LOOK_S)

@@ -134,8 +134,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime(now_ms: int) -> Callable[[str], str]:
-    now = datetime.fromtimestamp(now_ms / 1000, UTC)
-    return now.strftime
+    return lambda form: datetime.fromtimestamp(now_ms / 1000, UTC).strftime(form)
 
 
 def _as_dict(message: ChatMessage) -> dict[str, str]:

@@ -16,6 +16,7 @@ from text.tokenizer import Tokenizer, no_panic
 T = TypeVar("T")
 INLINE_CHARS = 2_048
 MAX_WAITING = 1_024
+NO_PANIC = no_panic("the tokenizer fails on this input")
 
 
 class TokenizePool:
@@ -64,11 +65,12 @@ class TokenizePool:
 
     async def _run(self, chars: int, tokenise: Callable[[], T]) -> T:
         def work() -> T:
-            with no_panic("the tokenizer fails on this input"):
+            with NO_PANIC:
                 return tokenise()
 
         if chars <= INLINE_CHARS:
-            return work()
+            with NO_PANIC:
+                return tokenise()
         if self._waiting >= self._max_waiting:
             raise HeadraceError(Reason.OVERLOADED, f"{self._waiting} inputs wait to be tokenised")
         loop = asyncio.get_running_loop()

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -179,15 +178,19 @@ def load_tokenizer(ref: str) -> Tokenizer:
         return HfTokenizer.from_dir(Path(ref))
 
 
-@contextmanager
-def no_panic(what: str) -> Iterator[None]:
+class no_panic:  # noqa: N801  # reads as what it does; a generator would cost more than some inputs
     """A panic in `tokenizers`, which is no Exception and would end the process, becomes HeadraceError (internal_error) with this text."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        raise HeadraceError(Reason.INTERNAL_ERROR, what) from error
+
+    def __init__(self, what: str) -> None:
+        """It holds no state: one serves any number of inputs at once."""
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None and not isinstance(error, Exception | KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise HeadraceError(Reason.INTERNAL_ERROR, self._what) from error
 
 
 def valid_unicode(text: str) -> bytes:
