@@ -25,26 +25,30 @@ def new_traceparent() -> str:
 
 def trace_id(headers: Headers) -> str | None:
     """The trace that the headers belong to, as 32 hex digits, or None."""
-    parts = _parse(_find(headers, TRACEPARENT_HEADER))
+    parts = _parse(find(headers, TRACEPARENT_HEADER))
     return None if parts is None else parts[0]
 
 
 def child(headers: Headers) -> Headers:
     """The headers of what these caused: the same trace with a new span, or a new trace if there is none (or none valid)."""
-    given = _find(headers, TRACEPARENT_HEADER)
+    given = find(headers, TRACEPARENT_HEADER)
     parts = None if given is None else _parse(given)
     if parts is None:
         return ((TRACEPARENT_HEADER, new_traceparent().encode()),)
     trace, flags = parts
     parent = (TRACEPARENT_HEADER, f"00-{trace}-{_id(8)}-{flags}".encode())
-    state = _find(headers, TRACESTATE_HEADER)
+    state = find(headers, TRACESTATE_HEADER)
     if state is None or len(state) > STATE_BYTES_MAX:
         return (parent,)
     return (parent, (TRACESTATE_HEADER, state))
 
 
-def _find(headers: Headers, name: str) -> bytes | None:
-    return next((value for key, value in headers if key == name), None)
+def find(headers: Headers, name: str) -> bytes | None:
+    """The value of a record's header; None if it has none of this name."""
+    for key, value in headers:
+        if key == name:
+            return value
+    return None
 
 
 def _parse(value: bytes | None) -> tuple[str, str] | None:

@@ -8,7 +8,6 @@ resolves the writer's schema by its fingerprint, so old and new processes mix.
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import json
 import typing
@@ -226,8 +225,10 @@ class Codec:
             raise Undecodable("the record is neither Avro single-object encoding (C3 01 …) nor JSON ({…)")
         mark = value[2:HEADER_BYTES]
         if (own := self._own.get(mark)) is not None:
-            with contextlib.suppress(*MISFITS):
+            try:
                 return own.read(value, HEADER_BYTES)
+            except MISFITS:
+                pass  # it goes the generic way, which knows what is wrong
         decode = self._decoders.get(mark)
         if decode is None:
             raise UnknownSchema(mark.hex())

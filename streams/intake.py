@@ -10,6 +10,7 @@ from typing import Any
 from decisions.validation import MODEL_CHARS_MAX, TIMEOUT_MS_MAX
 from infra.grants import Grant, read
 from infra.log import EventDecoder
+from infra.tracing import find
 from schemas.errors import HeadraceError, InvalidField, Undecodable
 from schemas.events import Event, InferenceRequested, PayloadStored
 from schemas.ids import is_request_id
@@ -75,7 +76,7 @@ def shortened(request: InferenceRequested, timeout_ms: int | None) -> InferenceR
 
 def _timeout_ms(record: Record) -> int | None:
     """What the header says. Raises InvalidField."""
-    value = next((value for name, value in record.headers if name == TIMEOUT_HEADER), None)
+    value = find(record.headers, TIMEOUT_HEADER)
     if value is None:
         return None
     if not (value and len(value) <= TIMEOUT_DIGITS_MAX and value.isdigit() and 1 <= int(value) <= TIMEOUT_MS_MAX):
@@ -85,7 +86,7 @@ def _timeout_ms(record: Record) -> int | None:
 
 
 def _grant(record: Record, secret: bytes) -> Grant:
-    token = next((value for name, value in record.headers if name == GRANT_HEADER), None)
+    token = find(record.headers, GRANT_HEADER)
     if token is None:
         raise HeadraceError(Reason.INVALID_GRANT, f"the record has no header {GRANT_HEADER!r}")
     try:
