@@ -15,6 +15,7 @@ import pytest
 import structlog
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from infra import metrics, ports
 from infra.redact import MASK, redact_text, redact_value
@@ -207,6 +208,20 @@ async def test_liveness_hears_the_processs_own_objection() -> None:
     async with OpsServer(port, ready=lambda: None, live=lambda: "the engine died"):
         answer = await _get(port, "/livez")
     assert (answer.status_code, answer.text) == (503, "the engine died\n")
+
+
+def test_what_one_thread_times_is_told_as_any_histogram_is() -> None:
+    told = []
+    for kind in (Histogram, type(metrics.ADMISSION_SECONDS)):
+        registry = CollectorRegistry()
+        times = kind("headrace_test_seconds", "As a test.", ("check",), buckets=(0.1, 1.0), registry=registry)
+        for value in (0.0, 0.1, 0.5, 1.0, 1.5, 7.0):
+            times.labels("a").observe(value)
+            generate_latest(registry)
+        lines = generate_latest(registry).decode().splitlines()
+        told.append([line for line in lines if "_created" not in line])
+    assert told[0] == told[1]
+    assert 'headrace_test_seconds_bucket{check="a",le="0.1"} 2.0' in told[1]
 
 
 async def test_metrics_are_served_under_their_promised_names() -> None:
