@@ -19,6 +19,8 @@ MISFITS = (ValueError, TypeError, AttributeError, LookupError, OverflowError, st
 LONGS_KEPT = 1 << 18
 """Forms of so many integers are kept: lengths, counts, and the token ids of any vocabulary."""
 VARINTS_KEPT = 1 << 14
+WORD_CHARS_MAX, WORDS_KEPT = 32, 1 << 12
+"""A request's id is longer, and doesn't recur."""
 LONG_BYTES_MAX = 10
 INT64_MAX = (1 << 63) - 1
 UINT64_MAX = (1 << 64) - 1
@@ -64,6 +66,17 @@ class _Longs(dict[int, bytes]):
             form = self._high[rest]
         if 0 <= value < LONGS_KEPT:
             self[value] = form
+        return form
+
+
+class _Words(dict[str, bytes]):
+    """Short strings as they are written. Most recur: names of topics, models, checks and what these found. So many are kept."""
+
+    def __missing__(self, word: str) -> bytes:
+        encoded = word.encode()
+        if len(self) >= WORDS_KEPT:
+            self.clear()
+        self[word] = form = _LONGS[len(encoded)] + encoded
         return form
 
 
@@ -140,7 +153,9 @@ def _parts(cls: type[Any]) -> Iterator[tuple[str, Any, str]]:
 
 def writing(cls: type[Any], header: bytes) -> Callable[[Any], bytes]:
     """A function from an instance to `header` and its Avro body. Raises `MISFITS`."""
-    source = _Source(longs=_LONGS, many=_LONGS.__getitem__, double=struct.Struct("<d").pack, header=header)
+    source = _Source(
+        longs=_LONGS, words=_Words(), many=_LONGS.__getitem__, double=struct.Struct("<d").pack, header=header
+    )
     source.add(0, "def write(value):", "    out = bytearray(header)")
     _write_record(source, 1, cls, "value")
     source.add(1, "return bytes(out)")
@@ -165,9 +180,13 @@ def _write(source: _Source, depth: int, annotation: Any, what: str, null: str = 
     if annotation is bool:
         return source.add(depth, f"out += b'\\x01' if {what} else b'\\x00'")
     name = source.fresh()
-    if annotation is str:
-        return source.add(depth, f"{name} = {what}.encode()", f"out += longs[len({name})]", f"out += {name}")
     source.add(depth, f"{name} = {what}")
+    if annotation is str:
+        source.add(depth, f"if len({name}) <= {WORD_CHARS_MAX}:", f"    out += words[{name}]")
+        source.add(
+            depth, "else:", f"    {name} = {name}.encode()", f"    out += longs[len({name})]", f"    out += {name}"
+        )
+        return None
     if annotation is bytes:
         return source.add(depth, f"out += longs[len({name})]", f"out += {name}")
     if (inner := optional(annotation)) is not None:

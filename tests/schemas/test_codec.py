@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.avro_code import _LONGS, MISFITS, VARINTS_KEPT, long_form
+from schemas.avro_code import _LONGS, MISFITS, VARINTS_KEPT, WORD_CHARS_MAX, WORDS_KEPT, _Words, long_form
 from schemas.avro_form import reader
 from schemas.codec import (
     _TYPES,
@@ -112,6 +112,16 @@ def test_of_the_forms_of_large_integers_only_so_many_are_kept() -> None:
         fastavro.schemaless_writer(out, "long", number << 40)
         assert long_form(number << 40) == out.getvalue()
     assert len(_LONGS._high) <= VARINTS_KEPT
+
+
+def test_of_short_strings_only_so_many_are_kept_and_of_long_ones_none() -> None:
+    words = _Words()
+    for number in range(2 * WORDS_KEPT):
+        assert words[f"é{number}"] == long_form(len(f"é{number}".encode())) + f"é{number}".encode()
+    assert len(words) <= WORDS_KEPT
+    for text in ("é" * WORD_CHARS_MAX, "é" * (WORD_CHARS_MAX + 1), ""):
+        event = InferenceRequested(text, text)
+        assert CODEC.decode(encode(event)) == event
 
 
 def test_a_value_that_the_made_code_cannot_write_goes_the_generic_way() -> None:
