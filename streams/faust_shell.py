@@ -157,7 +157,8 @@ class FaustShell:
         self._watching: asyncio.Task[None] | None = None
         self._taking: asyncio.Task[None] | None = None
         self._assigned: set[Partition] | None = None
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
 
     def committed(self, partition: int) -> int:
         """The offset of the partition's requests to be read next after a crash, as far as is known: 0 at first."""
@@ -294,7 +295,7 @@ class FaustShell:
         headers = tuple(dict(found.headers).items())
         record = Record(found.topic, found.partition, found.offset, found.timestamp, found.key, found.value, headers)
         await self._slots.acquire()
-        task = asyncio.ensure_future(self._run(record, done))
+        task = self._loop.create_task(self._run(record, done))
         self._tasks[task] = record.topic, record.partition
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
