@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
 WAITING_MAX = 64
@@ -38,13 +37,23 @@ class Alone:
                 if not self._waiting[name]:
                     del self._waiting[name]
 
-    @contextlib.asynccontextmanager
-    async def of(self, name: str) -> AsyncIterator[None]:
-        """Hold a name while the block runs. Raises `TooManyWait`."""
-        await self.free(name)
-        done = self._held[name] = asyncio.Event()
-        try:
-            yield
-        finally:
-            del self._held[name]
-            done.set()
+    def of(self, name: str) -> AbstractAsyncContextManager[None]:
+        """Hold a name while the block runs. Entering raises `TooManyWait`."""
+        return _Holding(name, self._held, self.free)
+
+
+class _Holding(AbstractAsyncContextManager[None]):
+    """Every request enters one: a generator would cost more than what it does."""
+
+    __slots__ = ("_free", "_held", "_name")
+
+    def __init__(self, name: str, held: dict[str, asyncio.Event], free: Callable[[str], Awaitable[None]]) -> None:
+        self._name, self._held, self._free = name, held, free
+
+    async def __aenter__(self) -> None:
+        if self._name in self._held:
+            await self._free(self._name)
+        self._held[self._name] = asyncio.Event()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._held.pop(self._name).set()

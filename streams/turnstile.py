@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, replace
@@ -79,7 +79,7 @@ class Turnstile:
         self._stale_ms = stale_ms
         self.reading: Reading | None = None
         self._held: dict[Version, OrderedDict[str, deque[_Held]]] = {}
-        self._inside: dict[Version, Counter[str]] = {}
+        self._inside: defaultdict[Version, Counter[str]] = defaultdict(Counter)
         self._by_id: dict[tuple[str, str], _Held] = {}
         self._of_partition: Counter[int] = Counter()
         self._bytes_of_partition: Counter[int] = Counter()
@@ -248,17 +248,18 @@ class Turnstile:
             self._held.pop(place, None)
 
     def _count(self, place: Version, tenant: str) -> None:
-        self._inside.setdefault(place, Counter())[tenant] += 1
+        self._inside[place][tenant] += 1
 
     def _opens(self, place: Version, version: ModelVersionRegistered, tenant: str, accounts: Accounts) -> bool:
-        inside = self._inside.get(place, Counter())
+        inside = self._inside[place]
         queued = accounts.queues.count(pool_name(*place), tenant) + inside[tenant]
         if queued < FREE_MAX and self._tier == INTERACTIVE:
             return True
         seen = turns.pool(
             version, self._tier, self._world.workers(*place), self._world.ends, int(time.time() * 1000), self._stale_ms
         )
-        seen = turns.Pool(seen.window, seen.backlog + inside.total())
+        if self._tier != INTERACTIVE:  # whose requests come in whatever the backlog is
+            seen = turns.Pool(seen.window, seen.backlog + inside.total())
         at_most = 1 + len(self._held.get(place, ())) + len(inside) + self._world.queueing_at_most(pool_name(*place))
         if turns.opens(self._tier, seen, queued, at_most):
             return True  # with fewer tenants a part is larger: nobody needs to count them
