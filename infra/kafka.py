@@ -8,7 +8,7 @@ import ssl
 import time
 from typing import Any
 
-from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.conn import collect_hosts, create_conn
 from aiokafka.errors import (
@@ -19,6 +19,7 @@ from aiokafka.errors import (
     UnsupportedSaslMechanismError,
 )
 from aiokafka.helpers import create_ssl_context
+from aiokafka.structs import RecordMetadata
 
 from infra.foreign_names import pass_over_foreign_names
 from infra.pacing import close_at_once, pace_failed_updates
@@ -115,7 +116,21 @@ def _tls_words(error: OSError) -> str:
     return (reason or str(error)).replace("_", " ").lower()
 
 
-def make_producer(settings: KafkaSettings, **overrides: Any) -> AIOKafkaProducer:
+class Producer(AIOKafkaProducer):  # type: ignore[misc]  # aiokafka has no types
+    """aiokafka's, which looks a topic up three times for each record; `put` is for who knows that the partition is there."""
+
+    async def put(
+        self, place: TopicPartition, value: bytes | None, key: bytes | None, headers: list[tuple[str, bytes]]
+    ) -> asyncio.Future[RecordMetadata]:
+        """`send` to a partition that `client.cluster` has, outside a transaction. Raises as `send`."""
+        self._serialize(key, value, headers)  # which refuses what is too large
+        wait_s = self._request_timeout_ms / 1000
+        put: asyncio.Future[RecordMetadata]
+        put = await self._message_accumulator.add_message(place, key, value, wait_s, headers=headers)
+        return put
+
+
+def make_producer(settings: KafkaSettings, **overrides: Any) -> Producer:
     """An idempotent producer that waits for no batch to fill; records up to `RECORD_MAX_BYTES`."""
     arguments = connection(settings) | {
         "enable_idempotence": True,
@@ -124,7 +139,7 @@ def make_producer(settings: KafkaSettings, **overrides: Any) -> AIOKafkaProducer
         "max_request_size": RECORD_MAX_BYTES,
         "metadata_max_age_ms": METADATA_AGE_MS,
     }
-    return AIOKafkaProducer(**(arguments | overrides))
+    return Producer(**(arguments | overrides))
 
 
 def make_consumer(

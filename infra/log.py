@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any
 
 import structlog
-from aiokafka import AIOKafkaProducer
+from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError
 from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import RecordMetadata
 
 from infra.decoder import EventDecoder
-from infra.kafka import make_producer, unreachable
+from infra.kafka import Producer, make_producer, unreachable
 from infra.payloads import Payloads
 from infra.reach import silence
 from infra.read import read_to_end
@@ -48,6 +48,8 @@ WATCH_S = 3.0
 REBUILD_BACKOFF_S = 0.1
 REBUILD_BACKOFF_MAX_S = 5.0
 SEND_WAIT_S = 15.0  # a send during a rebuild waits this long for its end
+FULL_BYTES = 64 * 1024
+"""So much of a partition goes at once. Who comes while a batch is full waits until it is on its way, which costs more than to be written."""
 BATCH_BYTES_MAX = RECORD_MAX_BYTES - 64 * 1024
 """Records that are written together, in bytes: what a topic takes as one record, less what a batch takes itself."""
 
@@ -79,7 +81,7 @@ class EventProducer:
         self._settings = settings
         self._payloads = payloads
         self._log = structlog.get_logger(process)
-        self._producer: AIOKafkaProducer | None = None
+        self._producer: Producer | None = None
         self._topics: set[str] = set()
         self._meeting: Counter[str] = Counter()
         self._outstanding: set[asyncio.Future[RecordMetadata]] = set()
@@ -206,7 +208,10 @@ class EventProducer:
         if topic not in self._topics:
             await self._meet(producer, topic)
         try:
-            inner = await self._buffer(producer, topic, value, key, partition, headers)
+            if partition is not None and partition in (producer.client.cluster.partitions_for_topic(topic) or ()):
+                inner = await producer.put(TopicPartition(topic, partition), value, key, list(headers))
+            else:
+                inner = await self._buffer(producer, topic, value, key, partition, headers)
         except NoSuchPartition:
             raise
         except MessageSizeTooLargeError as error:
@@ -246,7 +251,7 @@ class EventProducer:
             raise NotDelivered(f"records for {topic} can't be sent: {error}") from error
         return self._tracked(inner, producer)
 
-    def _tracked(self, inner: asyncio.Future[Any], producer: AIOKafkaProducer) -> asyncio.Future[RecordMetadata]:
+    def _tracked(self, inner: asyncio.Future[Any], producer: Producer) -> asyncio.Future[RecordMetadata]:
         """The future that a caller gets for aiokafka's own: it fails, too, when the producer is replaced or closed."""
         outer: asyncio.Future[RecordMetadata] = asyncio.get_running_loop().create_future()
         self._outstanding.add(outer)
@@ -266,7 +271,7 @@ class EventProducer:
         if partition not in (producer.client.cluster.partitions_for_topic(topic) or ()):
             raise NoSuchPartition(f"the topic {topic} has no partition {partition}")
 
-    async def _usable(self) -> AIOKafkaProducer:
+    async def _usable(self) -> Producer:
         if not self._ready.is_set() and not self._closed:
             self._begin_rebuilding()
             with contextlib.suppress(TimeoutError):
@@ -275,7 +280,7 @@ class EventProducer:
             raise NotDelivered(self.failure or "the producer is closed")
         return self._producer
 
-    async def _meet(self, producer: AIOKafkaProducer, topic: str) -> None:
+    async def _meet(self, producer: Producer, topic: str) -> None:
         """Wait a little for a topic's metadata. A missing one is forgotten again, or aiokafka would keep asking.
 
         It is missing only if the broker says so: one that is silent for so long may have it.
@@ -297,7 +302,7 @@ class EventProducer:
 
     async def _buffer(
         self,
-        producer: AIOKafkaProducer,
+        producer: Producer,
         topic: str,
         value: bytes | None,
         key: bytes | None,
@@ -317,7 +322,7 @@ class EventProducer:
     def _settle(
         self,
         outer: asyncio.Future[RecordMetadata],
-        producer: AIOKafkaProducer,
+        producer: Producer,
         inner: asyncio.Future[RecordMetadata],
     ) -> None:
         self._outstanding.discard(outer)
@@ -349,8 +354,8 @@ class EventProducer:
         for outer in failed:
             self._fail(outer, NotDelivered(message))
 
-    async def _connect(self) -> AIOKafkaProducer:
-        producer = make_producer(self._settings, request_timeout_ms=REQUEST_TIMEOUT_MS)
+    async def _connect(self) -> Producer:
+        producer = make_producer(self._settings, request_timeout_ms=REQUEST_TIMEOUT_MS, max_batch_size=FULL_BYTES)
         try:
             await producer.start()
         except BaseException:
@@ -399,7 +404,7 @@ class EventProducer:
         await asyncio.gather(*[await self.send(SCHEMAS, item, key=item.fingerprint) for item in missing])
 
 
-async def _abandon(producer: AIOKafkaProducer) -> None:
+async def _abandon(producer: Producer) -> None:
     """Close a producer at once, whatever it still holds. Its own `stop` waits without limit for what it can't send."""
     inside: Any = producer
     inside._closed = True  # noqa: SLF001  # else it warns that it was not closed

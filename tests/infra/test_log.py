@@ -248,6 +248,8 @@ async def test_records_of_other_partitions_fail_with_it(producer: EventProducer,
             inner.append(asyncio.get_running_loop().create_future())
             return inner[-1]
 
+        put = send
+
         async def partitions_for(self, _topic: str) -> set[int]:
             return {0, 1}
 
