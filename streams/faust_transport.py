@@ -124,7 +124,7 @@ class OneLoopConsumer(Consumer):  # type: ignore[misc]
                 if self.flow_active:
                     await self._hand_on(records, active, self.app.consumer_generation_id)
                 else:
-                    await self.perform_seek()
+                    await self._seek_back()
                 await asyncio.sleep(0)
         except (asyncio.CancelledError, *self.consumer_stopped_errors):
             if not self.app.should_stop:
@@ -144,14 +144,24 @@ class OneLoopConsumer(Consumer):  # type: ignore[misc]
                 continue
             if before and offset - before > 1:  # retention removed what lay between
                 await self._add_gap(tp, before + 1, offset - 1)
+                if not self.flow_active or app.consumer_generation_id != generation_id:
+                    return
             message = Message(tp, record, generation_id)
             if queue.full():
-                await asyncio.wait([asyncio.ensure_future(queue.put(message))])  # a rebalance cancels that, and not us
-                if app.consumer_generation_id != generation_id:
+                put = asyncio.ensure_future(queue.put(message))
+                await asyncio.wait([put])
+                if put.cancelled() or app.consumer_generation_id != generation_id:  # by a rebalance
                     return
             else:
                 queue.put_nowait_enhanced(message, on_pressure_high=on_high, on_pressure_drop=on_drop)
             read[tp] = offset
+
+    async def _seek_back(self) -> None:
+        """What was fetched while a rebalance began is fetched again."""
+        try:
+            await self.perform_seek()
+        except Exception as error:
+            self.log.warning("can't seek to what is committed: %r", error)
 
     def _place(self, partition: Any) -> tuple[TP, Callable[[], None], Callable[[], None]]:
         """A partition of aiokafka's as Faust names it, and what is called when the queue is too full to read on of it, and when it has room again."""

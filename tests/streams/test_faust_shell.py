@@ -61,6 +61,7 @@ class Faust:
 
     def __init__(self, acked: list[int]) -> None:
         self.consumer_generation_id = 1
+        self.flow_control = SimpleNamespace(is_active=lambda: True)
         self.monitor = SimpleNamespace(stream_inbound_time={})
         self.consumer = SimpleNamespace(ack=lambda message: acked.append(message.offset))
 
