@@ -282,7 +282,7 @@ class FaustShell:
 
     def _is_ours(self, message: Message) -> bool:
         """Whether it was read since the last rebalance: else it comes again, here or elsewhere."""
-        return self._app.flow_control.is_active() and message.generation_id == self._app.consumer_generation_id
+        return bool(self._app.flow_control.is_active() and message.generation_id == self._app.consumer_generation_id)
 
     def _note(self, message: Message) -> Callable[[], None]:
         self._app.monitor.stream_inbound_time[message.tp] = time.monotonic()  # by which Faust tells what hangs

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import json
 import uuid
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiokafka.errors import KafkaError, OutOfOrderSequenceNumber
 
 from infra import log as log_module
 from infra.broker import EmbeddedKafka
+from infra.kafka import Producer
 from infra.log import EventDecoder, EventProducer, NoSuchPartition, NotDelivered, RecordTooLarge
 from infra.read import read_to_end
 from infra.settings import KafkaSettings
@@ -255,7 +256,7 @@ async def test_records_of_other_partitions_fail_with_it(producer: EventProducer,
 
     await (await producer.send_raw(topic, b"met", None, 0))
     real = producer._producer
-    producer._producer = Stuck()
+    producer._producer = cast(Producer, Stuck())
     first = await producer.send_raw(topic, b"a", None, 0)
     second = await producer.send_raw(topic, b"b", None, 1)
     inner[0].set_exception(OutOfOrderSequenceNumber())

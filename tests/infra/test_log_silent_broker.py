@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from infra import log as log_module
+from infra.kafka import Producer
 from infra.log import EventProducer, NoSuchPartition, NotDelivered
 from infra.settings import KafkaSettings
 
@@ -38,7 +39,7 @@ class Silent:
 
 def producer_on(broker: Silent) -> EventProducer:
     producer = EventProducer(KafkaSettings("nowhere:1"), "test")
-    producer._producer = broker
+    producer._producer = cast(Producer, broker)
     producer._closed = False
     producer._ready.set()
     return producer
