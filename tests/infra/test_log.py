@@ -9,6 +9,7 @@ import uuid
 from typing import Any, cast
 
 import pytest
+from aiokafka.conn import AIOKafkaConnection
 from aiokafka.errors import KafkaError, OutOfOrderSequenceNumber
 
 from infra import log as log_module
@@ -59,6 +60,26 @@ async def test_records_written_together_stand_together(kafka: KafkaSettings, pro
         assert {(record.key, record.headers) for record in found} == {(b"k", (("traceparent", b"x"),))}
     assert len(records) == 20 * 9 + 200
     assert producer.outstanding == 0
+
+
+async def test_what_is_sent_at_once_to_a_partition_travels_in_one_request(
+    kafka: KafkaSettings, producer: EventProducer, topic: str, monkeypatch: pytest.MonkeyPatch
+):
+    events = [InferenceCancelled(f"{number}" + "x" * 2_000, "t") for number in range(64)]
+    await producer.require(topic, 1)
+    asked: list[str] = []
+    send = AIOKafkaConnection.send
+
+    def counted(connection: AIOKafkaConnection, request: Any, expect_response: bool = True) -> Any:
+        asked.append(type(request).__name__)
+        return send(connection, request, expect_response)
+
+    monkeypatch.setattr(AIOKafkaConnection, "send", counted)
+    sent = [await producer.send(topic, event, partition=1) for event in events]
+    await asyncio.gather(*sent)
+    assert len([name for name in asked if name.startswith("ProduceRequest")]) == 1
+    monkeypatch.undo()
+    assert await values(kafka, topic) == [encode(event) for event in events]
 
 
 async def test_what_is_too_large_together_is_not_written_at_all(
