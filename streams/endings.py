@@ -23,7 +23,7 @@ from decisions.stream import Input
 from infra import metrics
 from infra.dead_letters import dead_letter
 from infra.kafka import Batching, make_consumer
-from infra.log import EventDecoder, EventProducer, RecordTooLarge
+from infra.log import EventDecoder, EventProducer, Headers, RecordTooLarge
 from infra.objects import StoreAway
 from infra.payloads import Payloads
 from infra.reach import until_reached
@@ -32,7 +32,7 @@ from infra.telemetry import OpsServer
 from infra.tracing import child
 from schemas.errors import Undecodable
 from schemas.events import Event, InferenceAnswered, InferenceCompleted, InferenceFailed, InferenceJoined
-from schemas.payloads import without_content
+from schemas.payloads import is_reference, without_content
 from schemas.reasons import Reason
 from schemas.topics import ANSWERS, CACHE_HEADER, DEAD_LETTERS, LIFECYCLE, SCHEMAS, TOKENS, TOKENS_PATTERN
 from streams.fold_table import FoldTable, Output
@@ -53,8 +53,13 @@ FETCH_BYTES_MIN = 256 * 1024
 """or as soon as there are so many bytes. A fetch for each chunk costs as much as all else that is done for it."""
 AT_ONCE_BYTES_MAX = 64 * 1024
 """An answer of no more content is surely small enough for a record, whatever its characters take."""
+TOLD_MAX = 64
+"""So many records' outputs are written at once, where they come one on the other: a task for each costs as much as the rest of its writing."""
 CONTENT_BYTES_TOTAL_MAX = 512 * 1024 * 1024
 """Answers held in memory over all partitions; beyond it the oldest are let go and end as too large."""
+
+Told = tuple[Sequence[Output], ConsumerRecord]
+"""What a record caused, and the record."""
 
 log = structlog.get_logger("streams.endings")
 
@@ -71,6 +76,7 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         self._decoder = decoder
         self._tables: dict[TopicPartition, FoldTable] = {}
         self._committed: dict[TopicPartition, int] = {}
+        self._told: list[Told] = []
         self.writes = Writes()
         self.assigned = False
 
@@ -120,6 +126,10 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         tables = {partition: self._tables.get(partition) for partition in batches}
         for partition, records in batches.items():
             for record in records:
+                if len(self._told) >= TOLD_MAX or is_reference(
+                    record.value
+                ):  # which is fetched, and others don't wait for it
+                    self._begin_told()
                 await self.writes.room()
                 event, fault = await self._decode(record)
                 table = tables[partition]
@@ -127,15 +137,16 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
                     break
                 metrics.RECORDS.labels(metrics.topic_label(record.topic)).inc()
                 self._fold(table, record, event, fault)
+        self._begin_told()
         self._bound()
 
     def _fold(self, table: FoldTable, record: ConsumerRecord, event: Event | None, fault: Undecodable | None) -> None:
-        """Without a pause: once a record counts as passed, the writes that it causes are known."""
+        """Without a pause: once a record counts as passed, the writes that it causes are begun, or known as told."""
         if fault is not None:
             self._bury(table, record, fault.reason, fault.message)
         elif isinstance(event, Input):
-            for outputs in _together(table.apply(record.offset, record.timestamp, event)):
-                self.writes.begin(self._write(outputs, record))
+            if outputs := table.apply(record.offset, record.timestamp, event):
+                self._tell(outputs, record)
         elif isinstance(event, InferenceJoined):  # for its caller; the stream that answers it has its own ending
             table.skip(record.offset)
         else:
@@ -148,15 +159,48 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         except Undecodable as fault:
             return None, fault
 
+    def _tell(self, outputs: Sequence[Output], record: ConsumerRecord) -> None:
+        """Whatever is large is written by itself: the others' endings don't wait until it is in the object store."""
+        if any(
+            isinstance(output, InferenceAnswered) and _content_bytes(output) > AT_ONCE_BYTES_MAX for output in outputs
+        ):
+            self._begin_told()  # a start is written before its ending
+            for output in outputs:
+                self.writes.begin(self._write((output,), record))
+        else:
+            self._told.append((outputs, record))
+
+    def _begin_told(self) -> None:
+        """Begin to write what was told."""
+        if self._told:
+            told, self._told = self._told, []
+            self.writes.begin(self._write_told(told), len(told))
+
+    async def _write_told(self, told: Sequence[Told]) -> None:
+        """What several records caused, all at once. If the log doesn't take one of them, each is written by itself."""
+        outgoing = []
+        for outputs, record in told:
+            trace = child(record.headers)
+            outgoing += [_outgoing(output, trace) for output in outputs]
+        try:
+            await deliver(self._producer, outgoing)
+        except (RecordTooLarge, StoreAway):
+            for outputs, record in told:
+                await self._write(outputs, record)
+            return
+        for outputs, _ in told:
+            for output in outputs:
+                _count(output)
+
     async def _write(self, outputs: Sequence[Output], record: ConsumerRecord) -> None:
         """What one record caused; ids derive from the request, so that a repetition is recognised."""
         trace = child(record.headers)
         try:
-            await deliver(self._producer, [_outgoing(output) for output in outputs], trace)
+            await deliver(self._producer, [_outgoing(output, trace) for output in outputs])
         except (RecordTooLarge, StoreAway) as error:
             log.error("an answer is kept without its content", request_id=outputs[0].request_id, error=error.message)
             reason = Reason.ANSWER_TOO_LARGE if isinstance(error, RecordTooLarge) else Reason.PAYLOAD_LOST
-            await deliver(self._producer, [_outgoing(output, reason) for output in outputs], trace)
+            await deliver(self._producer, [_outgoing(output, trace, reason) for output in outputs])
         for output in outputs:
             _count(output)
 
@@ -189,6 +233,7 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
 
     async def commit(self, timeout_s: float | None = None) -> None:
         """Commit what is needed no more, once what was written because of it is confirmed."""
+        self._begin_told()  # `take` may pause between a record and its write
         ready = {partition: table.committable for partition, table in self._tables.items()}
         due = {partition: offset for partition, offset in ready.items() if offset > self._committed.get(partition, -1)}
         if not due or not await self.writes.settled(timeout_s):
@@ -213,25 +258,15 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
                 log.warning("can't commit yet", error=type(error).__name__)
 
 
-def _together(outputs: Sequence[Output]) -> Iterable[Sequence[Output]]:
-    """What is written at once: an ending doesn't wait until a large answer is in the object store."""
-    if not outputs:
-        return ()
-    large = any(
-        isinstance(output, InferenceAnswered) and _content_bytes(output) > AT_ONCE_BYTES_MAX for output in outputs
-    )
-    return [(output,) for output in outputs] if large else (outputs,)
-
-
-def _outgoing(output: Output, without: Reason | None = None) -> Outgoing:
+def _outgoing(output: Output, trace: Headers, without: Reason | None = None) -> Outgoing:
     """`without` says why an answer is kept without its content, if it is."""
     if not isinstance(output, InferenceAnswered):
-        return Outgoing(LIFECYCLE, output, output.tenant)
+        return Outgoing(LIFECYCLE, output, output.tenant, headers=trace)
     if without is not None:
-        return Outgoing(ANSWERS, without_content(output, without.text, without), output.request_id)
-    keeps = output.cache_key and _content_bytes(output) <= ENTRY_BYTES_MAX
-    name = ((CACHE_HEADER, output.cache_key.encode()),) if keeps else ()
-    return Outgoing(ANSWERS, output, output.request_id, headers=name)
+        return Outgoing(ANSWERS, without_content(output, without.text, without), output.request_id, headers=trace)
+    if output.cache_key and _content_bytes(output) <= ENTRY_BYTES_MAX:
+        trace = (*trace, (CACHE_HEADER, output.cache_key.encode()))
+    return Outgoing(ANSWERS, output, output.request_id, headers=trace)
 
 
 def _content_bytes(answer: InferenceAnswered) -> int:

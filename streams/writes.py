@@ -6,30 +6,35 @@ import asyncio
 from collections.abc import Awaitable
 
 WRITES_MAX = 4_096
-"""Writes on their way at once; then reading waits."""
+"""So much on its way at once; then reading waits."""
 
 
 class Writes:
     """Records on their way. What they are for may be committed once `settled` has returned."""
 
     def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], int] = {}
+        self._count = 0
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __len__(self) -> int:
         """How many are on their way."""
-        return len(self._tasks)
+        return self._count
 
     async def room(self) -> None:
         """Wait while too many writes run."""
-        while len(self._tasks) >= WRITES_MAX:
+        while self._count >= WRITES_MAX:
             await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
 
-    def begin(self, work: Awaitable[None]) -> None:
-        """Let a write run beside the others. At once, so that what caused it isn't committed before it is known."""
+    def begin(self, work: Awaitable[None], count: int = 1) -> None:
+        """Let a write run beside the others, which counts for so many. At once, so that what caused it isn't committed before it is known."""
         task = asyncio.ensure_future(self._guard(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = count
+        self._count += count
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._count -= self._tasks.pop(task)
 
     async def _guard(self, work: Awaitable[None]) -> None:
         try:
