@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import ssl
 import time
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
@@ -19,6 +22,7 @@ from aiokafka.errors import (
     UnsupportedSaslMechanismError,
 )
 from aiokafka.helpers import create_ssl_context
+from aiokafka.partitioner import murmur2
 from aiokafka.structs import RecordMetadata
 
 from infra.foreign_names import pass_over_foreign_names
@@ -29,6 +33,7 @@ from schemas.topics import RECORD_MAX_BYTES
 FETCH_BYTES_MAX = 4 * 1024 * 1024  # a partition's share of one fetch
 BATCH_BYTES = 256 * 1024
 """What gathers for a partition while the broker has its last records. Nobody waits for it to fill, but who finds it full waits until it has left."""
+KEYS_HASHED_MAX = 4_096
 METADATA_AGE_MS = 30_000
 SILENT_AFTER_S = 2.0
 SILENT_WAIT_MS = 1_000
@@ -139,10 +144,25 @@ def make_producer(settings: KafkaSettings, **overrides: Any) -> Producer:
         "acks": "all",
         "linger_ms": 0,
         "max_batch_size": BATCH_BYTES,
+        "partitioner": partition_for,
         "max_request_size": RECORD_MAX_BYTES,
         "metadata_max_age_ms": METADATA_AGE_MS,
     }
     return Producer(**(arguments | overrides))
+
+
+def partition_for(key: bytes | None, every: Sequence[int], available: Sequence[int]) -> int:
+    """A record's partition, as Java's and aiokafka's clients choose it: by its key, or any that can be written now."""
+    if key is None:
+        return random.choice(available or every)
+    return every[_hashed(key) % len(every)]
+
+
+@lru_cache(KEYS_HASHED_MAX)
+def _hashed(key: bytes) -> int:
+    """Most records are keyed by their tenant, and hashing a key in Python takes as long as to put a record into its batch."""
+    found: int = murmur2(key)
+    return found & 0x7FFF_FFFF
 
 
 def make_consumer(

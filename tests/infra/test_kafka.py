@@ -7,13 +7,23 @@ import uuid
 from pathlib import Path
 
 import pytest
+from aiokafka.partitioner import DefaultPartitioner
 
-from infra.kafka import connection, make_consumer, make_producer, partitions_of
+from infra.kafka import connection, make_consumer, make_producer, partition_for, partitions_of
 from infra.settings import KafkaSettings, SettingsError
 from infra.topics import ensure
 from schemas.topics import TopicSpec
 
 WAIT_S = 30.0
+
+
+def test_a_key_has_the_partition_that_other_clients_give_it():
+    theirs = DefaultPartitioner()
+    for count in (1, 4, 8, 50):
+        every = list(range(count))
+        for key in (b"", b"a", b"acme", "müller".encode(), *(uuid.uuid4().hex.encode() for _ in range(200))):
+            assert partition_for(key, every, every[:1]) == partition_for(key, every, []) == theirs(key, every, every)
+    assert {partition_for(None, [0, 1, 2], [1]), partition_for(None, [3], [])} == {1, 3}
 
 
 def test_the_way_to_the_cluster():
