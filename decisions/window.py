@@ -72,14 +72,14 @@ def take(window: Window, offset: int, size: int) -> Window:
     """The window with one more record. Raises ValueError for an offset that was taken before."""
     if offset < window.next:
         raise ValueError(f"offset {offset} was taken before; {window.next} is next")
-    return replace(window, next=offset + 1, open={**window.open, offset: size})
+    return Window(window.committed, offset + 1, {**window.open, offset: size})
 
 
 def finish(window: Window, offset: int) -> Window:
     """The window once all that a record caused is confirmed by the broker. Finishing twice changes nothing."""
     if offset not in window.open:
         return window
-    return replace(window, open={key: size for key, size in window.open.items() if key != offset})
+    return Window(window.committed, window.next, {key: size for key, size in window.open.items() if key != offset})
 
 
 def confirm(window: Window, offset: int) -> Window:
@@ -174,19 +174,19 @@ def choose(waiting: Sequence[Waiting], running: Sequence[Waiting], room: Room | 
     A suspect begins when nothing else runs, and while it runs nothing else begins. Once it is its turn it holds the others back until
     what runs has ended. Records of a higher tier go before it, but only so many (`PASSED_MAX`): so none waits for ever.
     """
-    if not waiting or any(record.standing is Standing.SUSPECT for record in running):
+    if not waiting or Standing.SUSPECT in [record.standing for record in running]:
         return None
     fits = _fits(waiting, running, room)
     if not fits:
         return None
-    shares = _slots((record.tenant, record) for record in running)
+    shares = _slots((record.tenant, record) for record in running) if len(fits) > 1 else Counter[str]()
 
     def rank(index: int) -> tuple[int, Standing, int, int, int]:
         record = waiting[index]
         tier = TIERS.index(record.tier) if record.tier in TIERS else len(TIERS)
         return tier, record.standing, shares[record.tenant], record.deadline_ms, record.taken
 
-    best = min(fits, key=rank)
+    best = min(fits, key=rank) if len(fits) > 1 else fits[0]
     suspects = [index for index in fits if waiting[index].standing is Standing.SUSPECT]
     oldest = min(suspects, key=lambda index: waiting[index].taken, default=best)
     if waiting[best].taken >= waiting[oldest].taken + PASSED_MAX:
@@ -198,10 +198,12 @@ def _fits(waiting: Sequence[Waiting], running: Sequence[Waiting], room: Room | N
     """The indices of those for whom there is a slot. Who was begun before has had one, and waits for no promise."""
     if room is None:
         return range(len(waiting))
+    full = max(room.used, len(running)) >= room.slots
+    if not (full or room.guaranteed) and all(record.tier == INTERACTIVE for record in waiting):
+        return range(len(waiting))  # which takes no counting
     in_use = _slots(((record.tier, record.tenant), record) for record in running)
     others = sum(record.slots for record in running if record.tier != INTERACTIVE)
     left = room.slots - room.interactive - others
-    full = max(room.used, len(running)) >= room.slots
     may = dict[tuple[Owner, int], bool]()
 
     def fits(record: Waiting) -> bool:
