@@ -18,7 +18,7 @@ class Observer:
 
     def __init__(self, call: Call, protocol: str) -> None:
         self._call = call
-        self._open = metrics.STREAMS_OPEN.labels(protocol)
+        self._open = metrics.of(metrics.STREAMS_OPEN, protocol)
         self._last_s: float | None = None
         self._itl: Histogram | None = None
         self._finished = False
@@ -52,7 +52,7 @@ class Observer:
         if self._call.resumed:
             metrics.RESUMES.labels(outcome).inc()
         else:
-            metrics.REQUESTS.labels(*self._labels(), outcome).inc()
+            metrics.of(metrics.REQUESTS, *self._labels(), outcome).inc()
 
     def _labels(self) -> tuple[str, str, str]:
         """Known once generation started: a name that a caller made up is no label."""

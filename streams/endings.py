@@ -135,7 +135,7 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
                 table = tables[partition]
                 if table is None or self._tables.get(partition) is not table:
                     break
-                metrics.RECORDS.labels(metrics.topic_label(record.topic)).inc()
+                metrics.of(metrics.RECORDS, metrics.topic_label(record.topic)).inc()
                 self._fold(table, record, event, fault)
         self._begin_told()
         self._bound()
@@ -277,9 +277,9 @@ def _content_bytes(answer: InferenceAnswered) -> int:
 def _count(output: Event) -> None:
     match output:
         case InferenceCompleted():
-            metrics.REQUESTS.labels(output.model, output.version, output.tier, "completed").inc()
+            metrics.of(metrics.REQUESTS, output.model, output.version, output.tier, "completed").inc()
         case InferenceFailed():
-            metrics.REQUESTS.labels(output.model, output.version, output.tier, output.reason).inc()
+            metrics.of(metrics.REQUESTS, output.model, output.version, output.tier, output.reason).inc()
 
 
 async def run(settings: EndingsSettings, stop: asyncio.Event) -> None:

@@ -79,8 +79,8 @@ class Job(ABC):
     async def run(self, queue_ms: float) -> str:
         """Returns the outcome: `completed`, a reason's value, or what `stop` was told. Raises EngineDead, and what the producer raises."""
         self._queue_ms = queue_ms
-        metrics.QUEUE_SECONDS.labels(*self._labels).observe(queue_ms / 1000)
-        metrics.SLOTS_USED.labels(*self._labels).inc()
+        metrics.of(metrics.QUEUE_SECONDS, *self._labels).observe(queue_ms / 1000)
+        metrics.of(metrics.SLOTS_USED, *self._labels).inc()
         try:
             outcome = await self._run()
         finally:
@@ -88,7 +88,7 @@ class Job(ABC):
             if self._spare_slot:
                 self._give_slot()
         if outcome not in (Stop.LOST.value, Stop.RELEASED.value):  # those go on elsewhere
-            metrics.REQUESTS.labels(*self._labels, outcome).inc()
+            metrics.of(metrics.REQUESTS, *self._labels, outcome).inc()
         return outcome
 
     def stop(self, why: Stop) -> None:
@@ -160,7 +160,7 @@ class Job(ABC):
         except (StoreAway, RecordTooLarge) as error:
             return await self._fail_unstored(error)
         now_s = time.monotonic()
-        metrics.MODEL_SECONDS.labels(*self._labels).observe(now_s - self._started_s)
+        metrics.of(metrics.MODEL_SECONDS, *self._labels).observe(now_s - self._started_s)
         first_s = now_s if self._first_token_s is None else self._first_token_s
         timings = Timings(self._queue_ms, (first_s - self._started_s) * 1000, (now_s - self._started_s) * 1000)
         used = usage(self._prompt_tokens, self._answer.totals, cached_tokens=self._cached_tokens)
@@ -186,9 +186,9 @@ class Job(ABC):
 
     def _give_slot(self) -> None:
         self._spare_slot = False
-        metrics.SLOTS_USED.labels(*self._labels).dec()
+        metrics.of(metrics.SLOTS_USED, *self._labels).dec()
         self._tools.slots.give()
 
     def _count(self, prompt: int, cached: int) -> None:
-        metrics.TOKENS.labels(*self._labels, "prompt").inc(prompt)
-        metrics.TOKENS.labels(*self._labels, "cached_prompt").inc(cached)
+        metrics.of(metrics.TOKENS, *self._labels, "prompt").inc(prompt)
+        metrics.of(metrics.TOKENS, *self._labels, "cached_prompt").inc(cached)

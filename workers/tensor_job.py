@@ -60,7 +60,7 @@ class TensorJob(Job):
         if size > ANSWER_MAX_BYTES:
             text = f"the outputs have {size} bytes; at most {ANSWER_MAX_BYTES} are told: ask for fewer outputs, or give fewer rows"
             raise EngineError(text, Reason.ANSWER_TOO_LARGE)
-        metrics.BATCH_ROWS.labels(self.work.model, self.work.version).observe(result.batch)
+        metrics.of(metrics.BATCH_ROWS, self.work.model, self.work.version).observe(result.batch)
         self._outputs = result.outputs
         ends[0] = ChoiceEnd(0, 0, "stop")
 
