@@ -28,6 +28,7 @@ from bridge.calls import Call
 from bridge.door import FrontDoor
 from bridge.errors import REQUEST_ID_HEADER, error_response, stopping
 from bridge.event_ids import Shape
+from bridge.heads import heads
 from bridge.idempotency import KEY_HEADER, REPLAYED_HEADER, read_key, replay_headers
 from bridge.inference.rest import inference_routes
 from bridge.limits import RATE_HEADERS
@@ -84,11 +85,11 @@ def make_app(door: FrontDoor, not_ready: Ready) -> Starlette:
         Route("/v1/completions", endpoints.completions, methods=["POST"]),
         Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
         Route("/v1/classifications", endpoints.classifications, methods=["POST"]),
+        *inference_routes(door, not_ready),
         Route("/v1/streams/{stream}", endpoints.stream, methods=["GET", "DELETE"]),
         Route("/v1/models", endpoints.list_models, methods=["GET"]),
         Route("/v1/models/{model:path}", endpoints.get_model, methods=["GET"]),
         WebSocketRoute("/v1/stream", lambda websocket: Socket(door, websocket).serve()),
-        *inference_routes(door, not_ready),
         Route("/livez", livez, methods=["GET"]),
         Route("/readyz", readyz, methods=["GET"]),
         Route("/", home, methods=["GET"]),
@@ -190,9 +191,11 @@ class _Endpoints:
         """A call from its body into the log."""
         door = self._door
         arrived_s = asyncio.get_running_loop().time()
-        caller = door.auth.from_headers(request.headers)
-        key = read_key(request.headers.get(KEY_HEADER), KEY_HEADER)
-        leaving = on_disconnect(request.headers.get(DISCONNECT_HEADER), DISCONNECT_HEADER, CONTINUE if key else CANCEL)
+        headers = heads(request)
+        caller = door.auth.from_headers(headers)
+        key = read_key(headers.get(KEY_HEADER.lower()), KEY_HEADER)
+        leaving = headers.get(DISCONNECT_HEADER.lower())
+        outlives = on_disconnect(leaving, DISCONNECT_HEADER, CONTINUE if key else CANCEL) == CONTINUE
         raw = await read_body(request, door.settings.body_bytes_max)
         timeout_ms = _header_timeout_ms(request)
         parsed = await parsed_beside(raw, lambda: parse(parse_object(raw), timeout_ms))
@@ -201,10 +204,10 @@ class _Endpoints:
         call = await door.open(
             caller,
             with_control(parsed.requests, control, CONTROL_HEADER),
-            request.headers,
+            headers,
             arrived_s,
             streamed=streamed,
-            outlives=leaving == CONTINUE,
+            outlives=outlives,
             idempotency_key=key,
         )
         return parsed, call, _Serving(door, caller, call, "sse" if parsed.stream else "http", request)
@@ -328,7 +331,7 @@ async def _leave_when_closed(receive: Receive, call: Call) -> None:
 
 
 def _header_timeout_ms(request: Request) -> int | None:
-    value = request.headers.get(TIMEOUT_HEADER)
+    value = heads(request).get(TIMEOUT_HEADER.lower())
     if value is None:
         return None
     if not (value.isascii() and value.isdecimal() and len(value) <= 12):

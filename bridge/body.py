@@ -11,6 +11,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from bridge.errors import path
+from bridge.heads import heads
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 
@@ -23,9 +24,10 @@ T = TypeVar("T")
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
     """The body. Raises HeadraceError: payload_too_large as soon as it is known to pass `bytes_max`; invalid_request if it stalls."""
-    if request.headers.get("content-encoding", "identity") != "identity":
+    headers = heads(request)
+    if headers.get("content-encoding", "identity") != "identity":
         raise HeadraceError(Reason.INVALID_REQUEST, "compressed bodies aren't taken", param="Content-Encoding")
-    declared = request.headers.get("content-length", "")
+    declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > bytes_max:
         raise _too_large(bytes_max)
     chunks: list[bytes] = []

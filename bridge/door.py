@@ -189,6 +189,8 @@ class FrontDoor:
     async def _stored(self, requests: Sequence[InferenceRequested], caller: Caller, wait_s: float) -> dict[str, bytes]:
         """By their ids, the records of large requests. What is too large for a record goes to the object store now."""
         large = [request for request in requests if may_be_large(request)]
+        if not large:
+            return {}
         try:
             async with asyncio.timeout(wait_s):
                 return {

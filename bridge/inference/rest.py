@@ -17,6 +17,7 @@ from bridge.answer_headers import answer_headers
 from bridge.body import PARSED_AT_ONCE_BYTES, parsed_beside, read_body
 from bridge.calls import Call
 from bridge.door import FrontDoor
+from bridge.heads import heads
 from bridge.idempotency import replay_headers
 from bridge.inference import models
 from bridge.inference.asking import Answer, Ask
@@ -42,18 +43,19 @@ _log = structlog.get_logger(__name__)
 def inference_routes(door: FrontDoor, not_ready: Callable[[], str | None]) -> list[BaseRoute]:
     """The routes of `/v2`. `not_ready` gives the reason why no calls should come, or None."""
     rest = _Rest(door, not_ready)
+    paths = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
     routes: list[BaseRoute] = [
+        *(_route(f"{path}/infer", "POST", rest.infer) for path in paths),  # first: most calls are for these
         _route("/v2/health/live", "GET", rest.live),
         _route("/v2/health/ready", "GET", rest.ready),
         _route("/v2", "GET", rest.server),
         _route("/v2/", "GET", rest.server),
         _route("/v2/repository/index", "POST", rest.index),
     ]
-    for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+    for path in paths:
         routes += [
             _route(path, "GET", rest.model),
             _route(f"{path}/ready", "GET", rest.model_ready),
-            _route(f"{path}/infer", "POST", rest.infer),
             _route(f"{path}/generate", "POST", rest.generate),
             _route(f"{path}/generate_stream", "POST", rest.generate_stream),
         ]
@@ -156,11 +158,12 @@ class _Rest:
     async def _begin(self, request: Request, read: Read, *, parts: bool = False) -> tuple[Ask, Serving]:
         door = self._door
         arrived_s = asyncio.get_running_loop().time()
-        caller = door.auth.from_headers(request.headers)
-        leaving = request.headers.get(DISCONNECT_HEADER)
+        headers = heads(request)
+        caller = door.auth.from_headers(headers)
+        leaving = headers.get(DISCONNECT_HEADER.lower())
         raw = await read_body(request, door.settings.body_bytes_max)
         ask = await parsed_beside(raw, lambda: read(raw, request))
-        wishes = read_wishes(caller, ask.parameters, request.headers)
+        wishes = read_wishes(caller, ask.parameters, headers)
         keyed = CONTINUE if wishes.idempotency_key else CANCEL
         outlives = on_disconnect(leaving, DISCONNECT_HEADER, keyed) == CONTINUE
         serving = await begin(
@@ -168,7 +171,7 @@ class _Rest:
             caller,
             ask,
             wishes,
-            request.headers,
+            headers,
             arrived_s,
             protocol="inference",
             outlives=outlives,
@@ -196,7 +199,7 @@ class _Rest:
 
 
 def _read_infer(raw: bytes, request: Request) -> Ask:
-    return read_ask(raw, request.headers.get(LENGTH_HEADER), *_named(request))
+    return read_ask(raw, heads(request).get(LENGTH_HEADER.lower()), *_named(request))
 
 
 def _read_stream(raw: bytes, request: Request) -> Ask:
