@@ -18,7 +18,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
-from starlette.types import Receive
 
 from bridge.answer_headers import answer_headers
 from bridge.auth import Caller
@@ -31,6 +30,7 @@ from bridge.event_ids import Shape
 from bridge.heads import heads
 from bridge.idempotency import KEY_HEADER, REPLAYED_HEADER, read_key, replay_headers
 from bridge.inference.rest import inference_routes
+from bridge.leaving import end_when_left
 from bridge.limits import RATE_HEADERS
 from bridge.observe import Observer, refused
 from bridge.openai_chat import ChatCall
@@ -248,13 +248,13 @@ class _Serving:
         self._observer = Observer(call, protocol)
         self._finished = False
         self.param: Callable[[str | None], str | None] = lambda param: param
-        self._watch = asyncio.create_task(_leave_when_closed(request.receive, call), name="disconnect")
+        self._stop = end_when_left(request, call)
 
     def _finish(self) -> None:
         if self._finished:
             return
         self._finished = True
-        self._watch.cancel()
+        self._stop()
         self._observer.finish()
         self._door.close(self._call, self._caller)
 
@@ -322,12 +322,6 @@ async def _collect(call: Call, rendering: Rendering | TensorRendering) -> bytes:
 
 def _body(rendering: Rendering | TensorRendering) -> bytes:
     return _dumped(rendering.whole())
-
-
-async def _leave_when_closed(receive: Receive, call: Call) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    call.fail(HeadraceError(Reason.CANCELLED, Reason.CANCELLED.text))
 
 
 def _header_timeout_ms(request: Request) -> int | None:

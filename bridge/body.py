@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
 from bridge.errors import path
 from bridge.heads import heads
@@ -34,15 +34,19 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
     size = 0
     try:
         async with asyncio.timeout(BODY_READ_MAX_S):
-            async for chunk in request.stream():
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise HeadraceError(Reason.CANCELLED, "the caller left before its body was sent")
+                chunk = message.get("body", b"")
                 size += len(chunk)
                 if size > bytes_max:
                     raise _too_large(bytes_max)
                 chunks.append(chunk)
+                more = message.get("more_body", False)
     except TimeoutError:
         raise HeadraceError(Reason.INVALID_REQUEST, f"the body wasn't sent within {BODY_READ_MAX_S:g} s") from None
-    except ClientDisconnect:
-        raise HeadraceError(Reason.CANCELLED, "the caller left before its body was sent") from None
     return b"".join(chunks)
 
 

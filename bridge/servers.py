@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -14,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 ABORT = "headrace.abort"
+LEFT = "headrace.left"
 KEEP_ALIVE_S = 75
 HEAD_BYTES_MAX = 64 * 1024
 STALL_S = 30.0
@@ -22,8 +24,9 @@ HIGHEST = sys.maxsize
 
 
 class Http(HttpToolsProtocol):
-    """Puts a way to cut the connection into each request's scope, and bounds a request's head, which uvicorn doesn't."""
+    """Puts a way to cut the connection into each request's scope, and one to hear of its end; and bounds a request's head, which uvicorn doesn't."""
 
+    _gone = False
     _in_head = False
     _head_bytes = 0
     _looking: asyncio.TimerHandle | None = None
@@ -32,8 +35,26 @@ class Http(HttpToolsProtocol):
         """A request begins."""
         super().on_message_begin()
         self._in_head, self._head_bytes = True, 0
-        extensions: dict[str, Any] = {ABORT: self.transport.abort}
+        extensions: dict[str, Any] = {ABORT: self.transport.abort, LEFT: self._on_left}
         self.scope["extensions"] = extensions
+
+    def _on_left(self, left: Callable[[], None]) -> Callable[[], None]:
+        """See `on_left`."""
+        if self._gone:
+            self.loop.call_soon(left)
+            return lambda: None
+        self.flow.resume_reading()  # a large body paused it, and who doesn't read doesn't hear of an end
+        self._listeners.append(left)
+        return partial(self._forget, left)
+
+    def _forget(self, left: Callable[[], None]) -> None:
+        if left in self._listeners:
+            self._listeners.remove(left)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A caller is there."""
+        super().connection_made(transport)
+        self._listeners: list[Callable[[], None]] = []
 
     def on_headers_complete(self) -> None:
         """Its head has ended."""
@@ -66,6 +87,9 @@ class Http(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody is there to be looked after."""
         super().connection_lost(exc)
+        self._gone = True
+        for left in list(self._listeners):
+            left()
         if self._looking is not None:
             self._looking.cancel()
 
@@ -101,6 +125,16 @@ def abort(scope: Scope) -> None:
     cut = scope.get("extensions", {}).get(ABORT)
     if cut is not None:
         cut()
+
+
+def on_left(scope: Scope, left: Callable[[], None]) -> Callable[[], None] | None:
+    """Has `left` called when the request's connection is gone, until what is returned is called; under another server None, and nothing is done.
+
+    A task that waits for ASGI's `http.disconnect` says the same, and costs as much as a part of the way to the log.
+    """
+    extension = scope.get("extensions", {}).get(LEFT)
+    stop: Callable[[], None] | None = None if extension is None else extension(left)
+    return stop
 
 
 class Server(uvicorn.Server):

@@ -27,6 +27,7 @@ from bridge.inference.rest_answers import error_answer, rendered
 from bridge.inference.rest_requests import LENGTH_HEADER, read_ask, read_json
 from bridge.inference.serving import Serving, begin
 from bridge.inference.texts import GenerateResponse, read_generate
+from bridge.leaving import end_when_left
 from bridge.observe import refused
 from bridge.wishes import CANCEL, CONTINUE, on_disconnect
 from schemas.errors import HeadraceError
@@ -139,10 +140,10 @@ class _Rest:
 
     async def generate_stream(self, request: Request) -> Response:
         ask, serving = await self._begin(request, _read_stream, parts=True)
-        watch = _watch(request, serving.call)
+        stop = end_when_left(request, serving.call)
 
         def finish() -> None:
-            watch.cancel()
+            stop()
             serving.close()
 
         try:
@@ -152,7 +153,7 @@ class _Rest:
             finish()
             return _refusal(error, serving.call)
         except asyncio.CancelledError:
-            watch.cancel()
+            stop()
             return _refusal(serving.cut(), serving.call)
 
     async def _begin(self, request: Request, read: Read, *, parts: bool = False) -> tuple[Ask, Serving]:
@@ -183,7 +184,7 @@ class _Rest:
     async def _whole(self, request: Request, read: Read, render: Render) -> Response:
         ask, serving = await self._begin(request, read)
         call = serving.call
-        watch = _watch(request, call)
+        stop = end_when_left(request, call)
         try:
             answer = await serving.whole()
             large = sum(len(tensor.data) for tensor in answer.outputs) > PARSED_AT_ONCE_BYTES
@@ -193,7 +194,7 @@ class _Rest:
         except asyncio.CancelledError:
             return _refusal(serving.cut(), call)
         finally:
-            watch.cancel()
+            stop()
             serving.close()
         return Response(body, headers={**answer_headers(call), **headers})
 
@@ -214,17 +215,6 @@ def _refusal(error: HeadraceError, call: Call) -> Response:
     response = error_answer(error, call.request_id, call.rates)
     response.headers.update(replay_headers(call))
     return response
-
-
-def _watch(request: Request, call: Call) -> asyncio.Task[None]:
-    """Whoever leaves cancels."""
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        call.fail(HeadraceError(Reason.CANCELLED, Reason.CANCELLED.text))
-
-    return asyncio.create_task(watch(), name="disconnect")
 
 
 def _json(body: Any, status: int = 200) -> Response:

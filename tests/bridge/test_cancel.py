@@ -51,6 +51,7 @@ def newest(bridge: RunningBridge, mark: str) -> str | None:
         ("queued", True, {"first_ms": 60_000}),
         ("queued-whole", False, {"first_ms": 60_000}),
         ("started", True, {"tokens": [], "hang": True}),
+        ("large", False, {"first_ms": 60_000, "filler": "x" * 300_000}),  # whose reading was paused meanwhile
     ],
 )
 async def test_a_closed_socket_cancels(
@@ -117,6 +118,17 @@ async def test_pipelined_and_repeated_calls_on_one_connection(bridge: RunningBri
             *[client.post("/v1/chat/completions", json=body(stream=bool(i % 2))) for i in range(6)]
         )
     assert [answer.status_code for answer in answers] == [200] * 6
+
+
+async def test_who_leaves_with_calls_pipelined_cancels_the_one_that_runs(bridge: RunningBridge) -> None:
+    mark = "pipelined"
+    async with RawCaller(bridge) as caller:
+        await caller.post(body(stream=False, messages=script(mark=mark, first_ms=60_000)))
+        await caller.post(body(stream=False))
+        await bridge.until(lambda: newest(bridge, mark) is not None)
+    request_id = newest(bridge, mark)
+    assert request_id is not None
+    await bridge.until(lambda: request_id in bridge.responder.cancelled)
 
 
 async def delete(bridge: RunningBridge, stream: str, key: str = KEY) -> httpx.Response:
