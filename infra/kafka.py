@@ -31,8 +31,6 @@ from infra.settings import KafkaSettings, SettingsError
 from schemas.topics import RECORD_MAX_BYTES
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024  # a partition's share of one fetch
-BATCH_BYTES = 256 * 1024
-"""What gathers for a partition while the broker has its last records. Nobody waits for it to fill, but who finds it full waits until it has left."""
 KEYS_HASHED_MAX = 4_096
 METADATA_AGE_MS = 30_000
 SILENT_AFTER_S = 2.0
@@ -143,7 +141,6 @@ def make_producer(settings: KafkaSettings, **overrides: Any) -> Producer:
         "enable_idempotence": True,
         "acks": "all",
         "linger_ms": 0,
-        "max_batch_size": BATCH_BYTES,
         "partitioner": partition_for,
         "max_request_size": RECORD_MAX_BYTES,
         "metadata_max_age_ms": METADATA_AGE_MS,

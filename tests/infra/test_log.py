@@ -65,7 +65,7 @@ async def test_records_written_together_stand_together(kafka: KafkaSettings, pro
 async def test_what_is_sent_at_once_to_a_partition_travels_in_one_request(
     kafka: KafkaSettings, producer: EventProducer, topic: str, monkeypatch: pytest.MonkeyPatch
 ):
-    events = [InferenceCancelled(f"{number}" + "x" * 2_000, "t") for number in range(64)]
+    events = [InferenceCancelled(f"{number}" + "x" * 2_000, "t") for number in range(28)]
     await producer.require(topic, 1)
     asked: list[str] = []
     send = AIOKafkaConnection.send
