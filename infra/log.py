@@ -48,7 +48,7 @@ WATCH_S = 3.0
 REBUILD_BACKOFF_S = 0.1
 REBUILD_BACKOFF_MAX_S = 5.0
 SEND_WAIT_S = 15.0  # a send during a rebuild waits this long for its end
-FULL_BYTES = 64 * 1024
+FULL_BYTES = 256 * 1024
 """So much of a partition goes at once. Who comes while a batch is full waits until it is on its way, which costs more than to be written."""
 BATCH_BYTES_MAX = RECORD_MAX_BYTES - 64 * 1024
 """Records that are written together, in bytes: what a topic takes as one record, less what a batch takes itself."""
