@@ -19,6 +19,8 @@ LEFT = "headrace.left"
 KEEP_ALIVE_S = 75
 HEAD_BYTES_MAX = 64 * 1024
 STALL_S = 30.0
+PIPELINED_MAX = 16
+"""Requests that may wait on a connection for the one that runs, while its reader is still seen to leave."""
 """How long a reader may take nothing of an answer that is written."""
 HIGHEST = sys.maxsize
 
@@ -60,6 +62,8 @@ class Http(HttpToolsProtocol):
         """Its head has ended."""
         self._in_head = False
         super().on_headers_complete()
+        if self._listeners and len(self.pipeline) <= PIPELINED_MAX:
+            self.flow.resume_reading()  # uvicorn reads no further than a second request, and so hears of no end
 
     def data_received(self, data: bytes) -> None:
         """More came. What came of a head that goes on counts."""

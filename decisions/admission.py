@@ -19,7 +19,6 @@ from decisions.ledger import ALL_KEYS_AND_MODELS, Cost, Counters
 from decisions.placement import SeenWorker
 from decisions.problem import Problem
 from decisions.quota import Exceeded, Reserved
-from decisions.remembered import Remembered
 from decisions.signature import text_lengths, unfit, unknown_token
 from decisions.validation import problem, vocabulary_problem
 from schemas.events import (
@@ -42,6 +41,7 @@ from schemas.events import (
 )
 from schemas.ids import REQUEST_ID_CHARS, is_request_id
 from schemas.reasons import Reason
+from schemas.remembered import Remembered
 from schemas.topics import DAY_MS, DEFAULTS, INTERACTIVE, REQUEST_MAX_BYTES, TOKENS, work_topic
 
 PASSED, REFUSED = "passed", "refused"

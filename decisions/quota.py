@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from decisions.capacity import PERCENT_MAX
 from decisions.ledger import ALL_KEYS_AND_MODELS, NEW, Cost, Counter, Counters, Hold, Unit, Window, hold
-from decisions.remembered import Remembered
 from schemas.errors import HeadraceError
 from schemas.parts import Quota, Rate, Rates
 from schemas.quick import quick
 from schemas.reasons import Reason
+from schemas.remembered import Remembered
 from schemas.topics import TIERS, check_model
 
 EACH = "*"

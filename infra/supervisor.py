@@ -347,6 +347,8 @@ class Supervisor:
         with contextlib.suppress(ConnectionError):
             self._guard.stdin.write(f"{sign}{group}\n".encode())
             await self._guard.stdin.drain()
+            if self._guard.stdin.is_closing():  # it was killed; asyncio prints a traceback where nobody asks
+                await self._guard.stdin.wait_closed()
 
     async def _stop_guard(self) -> None:
         guard, self._guard = self._guard, None

@@ -120,12 +120,18 @@ async def test_pipelined_and_repeated_calls_on_one_connection(bridge: RunningBri
     assert [answer.status_code for answer in answers] == [200] * 6
 
 
-async def test_who_leaves_with_calls_pipelined_cancels_the_one_that_runs(bridge: RunningBridge) -> None:
-    mark = "pipelined"
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_who_leaves_with_calls_pipelined_cancels_the_one_that_runs(
+    bridge: RunningBridge, *, at_once: bool
+) -> None:
+    mark = f"pipelined {at_once}"
     async with RawCaller(bridge) as caller:
         await caller.post(body(stream=False, messages=script(mark=mark, first_ms=60_000)))
+        if not at_once:
+            await bridge.until(lambda: newest(bridge, mark) is not None)
         await caller.post(body(stream=False))
         await bridge.until(lambda: newest(bridge, mark) is not None)
+        await asyncio.sleep(0.2)  # the second has come
     request_id = newest(bridge, mark)
     assert request_id is not None
     await bridge.until(lambda: request_id in bridge.responder.cancelled)

@@ -155,7 +155,8 @@ async def test_records_of_every_encoding_are_found(kafka: KafkaSettings, tmp_pat
 async def test_consumers_are_kept_for_the_next_and_stopped_when_nobody_comes(
     kafka: KafkaSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bridge.readers.IDLE_S", 0.5)
+    idle_s = 5.0
+    monkeypatch.setattr("bridge.readers.IDLE_S", idle_s)
     herd = Herd(3, 20)
     async with writing(kafka) as producer, resuming(kafka, tmp_path) as resumes:
         await herd.begin(producer)
@@ -166,7 +167,7 @@ async def test_consumers_are_kept_for_the_next_and_stopped_when_nobody_comes(
         for one in herd.ids[1:]:
             await come_back(resumes, herd, one)
         assert (readers.started, readers.idle > 0) == (started, True)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(idle_s + 1.0)
         assert readers.idle == 0
         assert await come_back(resumes, herd, herd.ids[0]) == herd.rest
         assert readers.started > started

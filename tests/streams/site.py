@@ -76,6 +76,7 @@ class Site:
     kafka: KafkaSettings
     producer: EventProducer
     tenant: str = field(default_factory=lambda: f"t{secrets.token_hex(4)}")
+    key_id: str = "k1"
     model: str = field(default_factory=lambda: f"m{secrets.token_hex(4)}")
     seen: dict[str, list[tuple[ConsumerRecord, Event | None]]] = field(default_factory=dict)
 
@@ -92,7 +93,7 @@ class Site:
         version = ModelVersionRegistered(
             self.model, "v1", "scripted", "", CONTEXT, tokenizer="bytes", partitions=2, slots=SLOTS
         )
-        key = ApiKey("k1", "0" * 64, ("interactive",), now_ms())
+        key = ApiKey(self.key_id, "0" * 64, ("interactive",), now_ms())
         for topic, event, name in (
             (TENANTS, TenantChanged(self.tenant, "salt", (key,), now_ms()), self.tenant),
             (REGISTRY, version, self.model),
@@ -112,7 +113,8 @@ class Site:
         tiers: tuple[str, ...] = ("interactive",),
         valid_ms: int = 600_000,
     ) -> str:
-        return mint(secret.encode(), Grant(self.tenant, "k1", tiers, reply or Reply(TOKENS, 3), now_ms() + valid_ms))
+        place, until_ms = reply or Reply(TOKENS, 3), now_ms() + valid_ms
+        return mint(secret.encode(), Grant(self.tenant, self.key_id, tiers, place, until_ms))
 
     async def send(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -43,7 +44,9 @@ async def admission(kafka: KafkaSettings, tmp_path: Path) -> AsyncIterator[Agent
 
 
 async def limit(site: Site, *quotas: Quota) -> None:
-    key = ApiKey("k1", "0" * 64, ("interactive",), now_ms())
+    """From the next request on: it comes by a new key, which admission doesn't know before it knows of the limits."""
+    site.key_id = f"k{secrets.token_hex(4)}"
+    key = ApiKey(site.key_id, "0" * 64, ("interactive",), now_ms())
     await site.producer.send_and_wait(
         TENANTS, TenantChanged(site.tenant, "salt", (key,), now_ms(), quotas=quotas), key=site.tenant
     )

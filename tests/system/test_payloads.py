@@ -89,8 +89,11 @@ def test_a_prompt_of_megabytes_is_answered(stack: RunningStack, s3: S3Server, en
     answer = call(stack, endpoint, body_of(endpoint, large("short", LARGE_BYTES), stream=stream, stream_options=None))
     assert (answer.status, answer.texts, answer.ends) == (200, {0: "short"}, {0: "stop"})
     new = {key: size for key, size in objects(s3).items() if key not in before}
-    assert len(new) == 2  # the request, and its work
-    assert all(size > LARGE_BYTES for size in new.values())
+    work_bytes = (
+        4 * LARGE_BYTES
+    )  # a token id is a byte here; what a test before this one left behind may come meanwhile, too
+    sizes = [size for size in new.values() if any(0 < size - least < 1_000 for least in (LARGE_BYTES, work_bytes))]
+    assert len(sizes) == 2  # the request, and its work
     assert all(key.startswith(f"{PAYLOADS}acme/") for key in new)
 
 
