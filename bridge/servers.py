@@ -19,9 +19,9 @@ LEFT = "headrace.left"
 KEEP_ALIVE_S = 75
 HEAD_BYTES_MAX = 64 * 1024
 STALL_S = 30.0
+"""How long a reader may take nothing of an answer that is written."""
 PIPELINED_MAX = 16
 """Requests that may wait on a connection for the one that runs, while its reader is still seen to leave."""
-"""How long a reader may take nothing of an answer that is written."""
 HIGHEST = sys.maxsize
 
 

@@ -112,7 +112,7 @@ class Counter:
 
     def used(self, window: Window, unit: Unit, now_ms: int) -> int:
         """Reserved + spent in the window that ends now: requests admitted in it, or its tokens spent and all that are held."""
-        charges = self.minute if window is Window.MINUTE else self.day if window is Window.DAY else self.month
+        charges = self.charges(window)
         requests, tokens = charges.requests, self.held + charges.spent
         for slot in charges.slots:
             if slot.expires_ms > now_ms:

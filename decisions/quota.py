@@ -191,9 +191,7 @@ def gauges(counters: Counters, limits: Mapping[str, Quota], now_ms: int) -> list
     for scope, quota in limits.items():
         counter = counters.get(scope, NEW)
         for kind, limit in _limits(quota, None):
-            window = kind.window
-            used = counter.running if window is None else counter.used(window, kind.unit, now_ms)
-            found.append(Gauge(scope, kind, limit, used, counter))
+            found.append(Gauge(scope, kind, limit, _used(counter, kind, now_ms), counter))
     return found
 
 
@@ -204,6 +202,10 @@ def _limits_of(quota: Quota, _: None) -> tuple[tuple[Kind, int], ...]:
 
 
 _limits = Remembered(_limits_of, QUOTAS_KEPT)
+
+
+def _used(counter: Counter, kind: Kind, now_ms: int) -> int:
+    return counter.running if kind.window is None else counter.used(kind.window, kind.unit, now_ms)
 
 
 # --- the decision ----------------------------------------------------------------------------------------------------
@@ -241,9 +243,7 @@ def _fits(counters: Counters, limits: Mapping[str, Quota], cost: Cost, now_ms: i
     for scope, quota in limits.items():
         counter = counters.get(scope, NEW)
         for kind, limit in _limits(quota, None):
-            window, unit = kind.window, kind.unit
-            used = counter.running if window is None else counter.used(window, unit, now_ms)
-            if used + cost.amount(unit) > limit:
+            if _used(counter, kind, now_ms) + cost.amount(kind.unit) > limit:
                 return False
     return True
 
@@ -288,7 +288,7 @@ def _tightest(measured: Iterable[Gauge], unit: Unit, now_ms: int) -> Rate | None
         for gauge in measured
         if gauge.kind.unit is unit and gauge.kind.window is not None
     ]
-    return found[0] if len(found) == 1 else tightest(found)
+    return tightest(found)
 
 
 def tightest(known: Iterable[Rate]) -> Rate | None:

@@ -72,20 +72,11 @@ def key_problem(key: str, param: str) -> Problem | None:
 
 
 def _exactly_one_input(request: InferenceRequested) -> Problem | None:
-    if (
-        (request.messages is not None)
-        + (request.prompt is not None)
-        + (request.prompt_token_ids is not None)
-        + (request.inputs is not None)
-    ) == 1:
+    values = request.messages, request.prompt, request.prompt_token_ids, request.inputs
+    if values.count(None) == len(values) - 1:
         return None
-    inputs = {
-        "messages": request.messages,
-        "prompt": request.prompt,
-        "prompt_token_ids": request.prompt_token_ids,
-        "inputs": request.inputs,
-    }
-    given = [name for name, value in inputs.items() if value is not None]
+    names = "messages", "prompt", "prompt_token_ids", "inputs"
+    given = [name for name, value in zip(names, values, strict=True) if value is not None]
     if not given:
         return Problem("one of messages, prompt, prompt_token_ids and inputs must be given", "messages")
     return Problem(f"only one of {' and '.join(given)} may be given", given[1])

@@ -58,9 +58,8 @@ class _Longs(dict[int, bytes]):
         if not -INT64_MAX - 1 <= value <= INT64_MAX:
             raise OverflowError("doesn't fit in 64 bits")
         rest = value << 1 if value >= 0 else (-value << 1) - 1
-        if (
-            rest > 0x3FFF
-        ):  # as times in milliseconds are, of which each event has some: their high bits are those of many
+        if rest > 0x3FFF:
+            # As times in milliseconds are, of which each event has some: their high bits are those of many.
             form = _SEVEN_BITS[rest & 0x7F] + _SEVEN_BITS[rest >> 7 & 0x7F] + self._high[rest >> 14]
         else:
             form = self._high[rest]

@@ -126,9 +126,8 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         tables = {partition: self._tables.get(partition) for partition in batches}
         for partition, records in batches.items():
             for record in records:
-                if len(self._told) >= TOLD_MAX or is_reference(
-                    record.value
-                ):  # which is fetched, and others don't wait for it
+                # What is behind a reference is fetched, and others don't wait for it.
+                if len(self._told) >= TOLD_MAX or is_reference(record.value):
                     self._begin_told()
                 await self.writes.room()
                 event, fault = await self._decode(record)

@@ -69,8 +69,7 @@ class TokenizePool:
                 return tokenise()
 
         if chars <= INLINE_CHARS:
-            with NO_PANIC:
-                return tokenise()
+            return work()
         if self._waiting >= self._max_waiting:
             raise HeadraceError(Reason.OVERLOADED, f"{self._waiting} inputs wait to be tokenised")
         loop = asyncio.get_running_loop()
