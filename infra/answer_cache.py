@@ -39,7 +39,8 @@ class AnswerCache(Protocol):
     async def put(self, model: str, key: str, stored: Stored, ttl_ms: int, bytes_max: int) -> int | None:
         """Keep a value for so long, all of the model's in so many bytes: how many those are now, None if that isn't known.
 
-        A value that alone is larger isn't kept. The newest value of a name counts.
+        A value that alone is larger isn't kept. Of a name's values the newest told counts, in whatever order they come: answers come in
+        many partitions.
         """
 
     async def close(self) -> None:
@@ -76,6 +77,9 @@ class MemoryCache:
         if found is None or found.maxsize != bytes_max:
             found = self._models[model] = self._sized(found, bytes_max)
         found.expire()
+        before = found.get(key)
+        if before is not None and before.stored.stored_ms > stored.stored_ms:
+            return int(found.currsize)
         if entry_bytes(stored) <= bytes_max:
             found[key] = _Kept(stored, self._clock() + ttl_ms / 1000)
         else:

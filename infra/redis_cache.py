@@ -54,6 +54,8 @@ local function drop(which)
   redis.call('DEL', prefix .. which)
 end
 for _, which in ipairs(redis.call('ZRANGEBYSCORE', ends, '-inf', now, 'LIMIT', 0, {EXPIRED_AT_ONCE_MAX})) do drop(which) end
+local told = redis.call('GETRANGE', KEYS[1], 0, {STORED_BYTES - 1})
+if #told == {STORED_BYTES} and struct.unpack('>I{STORED_BYTES}', told) > struct.unpack('>I{STORED_BYTES}', value) then return sum() end
 drop(name)
 if size <= bytes_max then
   redis.call('SET', KEYS[1], value, 'PX', ttl_ms)

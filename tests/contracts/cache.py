@@ -49,6 +49,10 @@ class CacheContract:
         await store.put("k", b"a", stored_ms=1)
         assert await store.put("k", b"b", stored_ms=2) == SIZE
         assert await store.cache.get(store.model, "k") == Stored(b"b" * VALUE, 2)
+        assert await store.put("k", b"c", stored_ms=1, size=SIZE + 1) == SIZE, "told earlier, come later"
+        assert await store.cache.get(store.model, "k") == Stored(b"b" * VALUE, 2)
+        await store.put("k", b"d", stored_ms=2)
+        assert await store.cache.get(store.model, "k") == Stored(b"d" * VALUE, 2)
 
     async def test_an_entry_expires(self, store: Store) -> None:
         await store.put("soon", ttl_ms=80)
