@@ -125,7 +125,7 @@ async def _open_door(settings: BridgeSettings, stack: AsyncExitStack) -> tuple[F
     """Everything behind the endpoints, started; the stack ends it. The task reads tokens and ends only by an error."""
     payloads = Payloads.of(settings)
     stack.push_async_callback(payloads.close)
-    producer = EventProducer(settings.kafka, PROCESS, payloads)
+    producer = EventProducer(settings.kafka, PROCESS, payloads, gather=True)
     await producer.start()
     stack.push_async_callback(producer.stop)
     tenants, models = TenantDirectory(settings.kafka), ModelDirectory(settings.kafka)

@@ -26,6 +26,7 @@ from aiokafka.partitioner import murmur2
 from aiokafka.structs import RecordMetadata
 
 from infra.foreign_names import pass_over_foreign_names
+from infra.gathering import Gathering
 from infra.pacing import close_at_once, pace_failed_updates
 from infra.settings import KafkaSettings, SettingsError
 from schemas.topics import RECORD_MAX_BYTES
@@ -123,6 +124,10 @@ def _tls_words(error: OSError) -> str:
 
 class Producer(AIOKafkaProducer):  # type: ignore[misc]  # aiokafka has no types
     """aiokafka's, which looks a topic up three times for each record; `put` is for who knows that the partition is there."""
+
+    def gather(self) -> None:
+        """Wait a moment for more records while they come in groups. To be called before anything is sent."""
+        self._message_accumulator.__class__ = Gathering
 
     async def put(
         self, place: TopicPartition, value: bytes | None, key: bytes | None, headers: list[tuple[str, bytes]]

@@ -76,10 +76,13 @@ class EventProducer:
     object store first is in its place if its `send` was awaited before the next.
     """
 
-    def __init__(self, settings: KafkaSettings, process: str, payloads: Payloads | None = None) -> None:
-        """`payloads` takes what is too large for a record; without it such an event is refused."""
+    def __init__(
+        self, settings: KafkaSettings, process: str, payloads: Payloads | None = None, *, gather: bool = False
+    ) -> None:
+        """`payloads` takes what is too large for a record; without it such an event is refused. `gather`: see `infra.gathering`."""
         self._settings = settings
         self._payloads = payloads
+        self._gather = gather
         self._log = structlog.get_logger(process)
         self._producer: Producer | None = None
         self._topics: set[str] = set()
@@ -356,6 +359,8 @@ class EventProducer:
 
     async def _connect(self) -> Producer:
         producer = make_producer(self._settings, request_timeout_ms=REQUEST_TIMEOUT_MS, max_batch_size=FULL_BYTES)
+        if self._gather:
+            producer.gather()
         try:
             await producer.start()
         except BaseException:

@@ -65,7 +65,7 @@ async def run(settings: WorkerSettings, model: str, version: str, stop: asyncio.
             return
         await ensure_model(settings.kafka, registered)
         payloads = Payloads.of(settings)
-        producer = EventProducer(settings.kafka, PROCESS, payloads)
+        producer = EventProducer(settings.kafka, PROCESS, payloads, gather=registered.engine == "onnx")
         await producer.start()
         try:
             await _serve(settings, registered, producer, payloads, ready, stop)
