@@ -1,246 +1,33 @@
-"""Which requests are let in, and where they go: an ordered list of checks, each a pure function.
+"""Which requests are let in, and where they go: an ordered list of checks, each a pure function of a case and the world (`decisions.cases`).
 
-A `Case` gathers what is known of one request. Each check takes the case and the `World` and returns the case with what
-it found, or a `Refusal`. `BEFORE_TOKENISING` and `AFTER_TOKENISING` are the list; between the two halves the shell turns
-the input to token ids (`tokenised`), and in the midst of the second half (after `RESOLVING`) it looks for the answer in the response cache
-(`named_for_cache`). A check joins by being put in its place in the list.
+`BEFORE_TOKENISING` and `AFTER_TOKENISING` are the list; between the two halves the shell turns the input to token ids (`cases.tokenised`), and in
+the midst of the second half (after `RESOLVING`) it looks for the answer in the response cache (`verdicts.named_for_cache`). A check joins by being
+put in its place in the list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
 
 from decisions import cache, capacity, placement, quota, waiting
-from decisions.cache import Entry, Policy
-from decisions.ledger import ALL_KEYS_AND_MODELS, Cost, Counters
+from decisions.cases import PASSED, Case, Check, Grant, Refusal, World
+from decisions.ledger import Cost, Counters
 from decisions.placement import SeenWorker
 from decisions.problem import Problem
-from decisions.quota import Exceeded, Reserved
+from decisions.quota import Exceeded
 from decisions.signature import text_lengths, unfit, unknown_token
 from decisions.validation import problem, vocabulary_problem
-from schemas.events import (
-    Decision,
-    InferenceAdmitted,
-    InferenceAnswered,
-    InferenceCancelled,
-    InferenceFailed,
-    InferenceRejected,
-    InferenceRequested,
-    InferenceScheduled,
-    Keyed,
-    ModelVersionRegistered,
-    Position,
-    Quota,
-    Rates,
-    Reply,
-    TenantChanged,
-    Tensor,
-)
-from schemas.ids import REQUEST_ID_CHARS, is_request_id
+from schemas.events import InferenceCancelled, InferenceRequested, Quota, Tensor
+from schemas.ids import is_request_id
 from schemas.reasons import Reason
 from schemas.remembered import Remembered
-from schemas.topics import DAY_MS, DEFAULTS, INTERACTIVE, REQUEST_MAX_BYTES, TOKENS, work_topic
+from schemas.topics import DAY_MS, DEFAULTS, INTERACTIVE, TOKENS, work_topic
 
-PASSED, REFUSED = "passed", "refused"
 ENCODINGS = ("avro", "json")
 RETRY_AFTER_MIN_MS = 1_000
 QUOTAS_KEPT = 4_096
 """Of so many tenants and keys it is remembered which quotas hold: they are asked for several times a request, and seldom change."""
-MESSAGE_CHARS_MAX = 1_000
-"""A refusal may quote the caller; no more than this of it travels."""
-
-
-class Grant(Protocol):
-    """What a grant says, once its signature is verified."""
-
-    @property
-    def tenant(self) -> str:
-        """Who asks."""
-
-    @property
-    def key_id(self) -> str:
-        """The API key it was minted for."""
-
-    @property
-    def tiers(self) -> tuple[str, ...]:
-        """The tiers it opens."""
-
-    @property
-    def reply(self) -> Reply:
-        """Where answers go."""
-
-    @property
-    def expires_ms(self) -> int:
-        """From when on it is void."""
-
-
-class World(Protocol):
-    """What admission knows at one moment besides the request itself; reading it has no effect."""
-
-    def tenant(self, name: str) -> TenantChanged | None:
-        """The tenant's state."""
-
-    def stable(self, model: str) -> ModelVersionRegistered | None:
-        """The version that requests for a model's name go to."""
-
-    def workers(self, model: str, version: str) -> Iterable[SeenWorker]:
-        """The workers that serve a version, as they last reported."""
-
-    def partitions(self, topic: str) -> int | None:
-        """How many partitions a topic has; None if it doesn't exist."""
-
-    @property
-    def ends(self) -> Mapping[tuple[str, int], int]:
-        """By (work topic, partition), the offset after the last record known there."""
-
-    def start_up_ms(self, model: str, version: str) -> int | None:
-        """How long a worker of a version took to be ready, the last time one did; None if none was seen."""
-
-    def counters(self, partition: int, tenant: str) -> Counters:
-        """What a tenant, whose requests are in this partition, has reserved and spent in this tier."""
-
-    def open_requests(self, partition: int, tenant: str, model: str, version: str) -> int:
-        """How many requests of a tenant to a version are admitted and haven't ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a request isn't let in."""
-
-    reason: Reason
-    message: str
-    param: str | None = None
-    retry_after_ms: int | None = None
-    rates: Rates | None = None
-
-
-@dataclass(frozen=True)
-class Case:
-    """One request, the record it came in, and what the checks have found so far.
-
-    `requested_ms` is the record's timestamp: with `waited_ms`, how long it has waited for its turn, it is "now" for every check. `keyed` is by what
-    it is known when it is asked again. Fields below `stale_ms` are filled on the way. `limited` says whether any limit holds for it. `ahead` of it
-    so many others of its tenant wait for their turn.
-
-    `cache_key` names its answer in the response cache, and is empty if none can be there. `entry` is what was found under it, `cached_ms` how
-    old that is if it is the answer. `beside` is where equal work went last.
-    """
-
-    request: InferenceRequested
-    grant: Grant
-    tier: str
-    requested_ms: int
-    source: Position
-    content_bytes_max: int = REQUEST_MAX_BYTES
-    stale_ms: int = placement.STALE_MS
-    keyed: Keyed | None = None
-    waited_ms: int = 0
-    ahead: int = 0
-    cache_salt: str = ""
-    version: ModelVersionRegistered | None = None
-    prompt_token_ids: tuple[int, ...] = ()
-    inputs: tuple[Tensor, ...] | None = None
-    prompt_tokens: int = 0
-    vocab_size: int = 0
-    max_tokens: int = 0
-    deadline_ms: int = 0
-    reserved: Reserved | None = None
-    limited: bool = False
-    rates: Rates | None = None
-    partition: int = 0
-    cache_key: str = ""
-    entry: Entry | None = None
-    cached_ms: int | None = None
-    beside: int | None = None
-    decisions: tuple[Decision, ...] = field(default=())
-
-    def noting(self, check: str, outcome: str = PASSED, detail: str = "", **found: Any) -> Case:
-        """The case with one decision more, and the fields that it settled."""
-        return self.having(**found, decisions=(*self.decisions, Decision(check, outcome, detail)))
-
-    def having(self, **found: Any) -> Case:
-        """The case with some fields settled.
-
-        A dozen of these are made for each request, so they are copied as dictionaries: `replace` would take a tenth of all admission's time.
-        """
-        fields = self.__dict__.copy()
-        fields.update(found)
-        after = object.__new__(Case)
-        object.__setattr__(after, "__dict__", fields)
-        return after
-
-    @property
-    def now_ms(self) -> int:
-        """When it is judged."""
-        return self.requested_ms + self.waited_ms
-
-    @property
-    def told_first(self) -> bool:
-        """Whether its admission must be in the log before its work is: what it reserves, or its key, must survive whatever crashes."""
-        return self.limited or self.keyed is not None
-
-    @property
-    def routed(self) -> ModelVersionRegistered:
-        """The version chosen. Only after the check `route`."""
-        if self.version is None:
-            raise LookupError("the case isn't routed yet")
-        return self.version
-
-    @property
-    def hit(self) -> InferenceAnswered | None:
-        """The answer from the response cache, if it has one."""
-        return self.entry.answer if self.entry is not None and self.cached_ms is not None else None
-
-    @property
-    def policy(self) -> Policy:
-        """What its caller wants of the response cache. Only after the check `validation`."""
-        return cache.parse(self.request.cache_control)
-
-
-Check = Callable[[Case, World], Case | Refusal]
-Verdict = tuple[Case, Refusal | None]
-
-
-def judge(case: Case, world: World, checks: Iterable[tuple[str, Check]]) -> Verdict:
-    """Run the checks in order up to the first refusal; every one leaves its decision in the case."""
-    for name, check in checks:
-        found = check(case, world)
-        if isinstance(found, Refusal):
-            return refuse(case, name, found)
-        case = found
-    return case, None
-
-
-def refuse(case: Case, check: str, refusal: Refusal) -> Verdict:
-    """A refusal of `check`, noted in the case."""
-    return case.noting(check, REFUSED, refusal.reason.value), refusal
-
-
-def tokenised(case: Case, prompt_token_ids: tuple[int, ...], vocab_size: int) -> Case:
-    """The case with its prompt as the model will read it."""
-    count = len(prompt_token_ids)
-    return case.noting(
-        "tokenise",
-        PASSED,
-        f"{count} tokens",
-        prompt_token_ids=prompt_token_ids,
-        prompt_tokens=count,
-        vocab_size=vocab_size,
-    )
-
-
-def prepared(case: Case, inputs: tuple[Tensor, ...], vocab_size: int) -> Case:
-    """The case of a tensor model with its inputs as its worker will get them: texts as token ids."""
-    lengths = text_lengths(case.routed.processor, inputs)
-    count = sum(lengths)
-    detail = f"{count} tokens in {len(lengths)} texts" if lengths else "no text"
-    return case.noting("tokenise", PASSED, detail, inputs=inputs, prompt_tokens=count, vocab_size=vocab_size)
-
-
-# --- the checks ------------------------------------------------------------------------------------------------------
 
 
 def check_reply(case: Case, world: World) -> Case | Refusal:
@@ -412,7 +199,7 @@ def check_cache(case: Case, _world: World) -> Case | Refusal:
     version, sampling = case.routed, case.request.sampling
     if not version.cache_ttl_ms:
         return case
-    if not _deterministic(case.request):
+    if not case.deterministic:
         return case.noting("cache", cache.PASSED_OVER, f"temperature {sampling.temperature:g}: answers differ")
     age_ms, why = cache.verdict(case.entry, case.policy, version.cache_ttl_ms, case.now_ms)
     return case.noting("cache", cache.MISS if age_ms is None else cache.HIT, why, cached_ms=age_ms)
@@ -487,7 +274,7 @@ def check_quota(case: Case, world: World) -> Case | Refusal:
     """The tenant has room for prompt and answer in all its limits. What it reserves counts only if every other check passes, too."""
     limits, counters = _limits(case, world)
     hit, now_ms = case.hit, case.requested_ms
-    cost = Cost(reserved_tokens(case)) if hit is None else cache.hit_cost(case.routed, hit)
+    cost = Cost(case.reserved_tokens) if hit is None else cache.hit_cost(case.routed, hit)
     found = quota.reserve(counters, limits, cost, now_ms)
     if isinstance(found, Exceeded):
         return _over(found, limits, counters, now_ms)
@@ -524,13 +311,6 @@ def _limits_of(quotas: tuple[Quota, ...], _: None, key_id: str, model: str) -> M
 
 
 _limits_for = Remembered(_limits_of, QUOTAS_KEPT)
-
-
-def reserved_tokens(case: Case) -> int:
-    """The most that a request may use: the prompt once, and for each choice the longest answer; from the cache what it costs there."""
-    if case.hit is not None:
-        return cache.hit_cost(case.routed, case.hit).tokens
-    return case.prompt_tokens + case.max_tokens * case.request.sampling.n
 
 
 def check_place(case: Case, world: World) -> Case | Refusal:
@@ -575,19 +355,7 @@ AFTER_TOKENISING = (*RESOLVING, *PLACING)
 
 
 def _may_hit(case: Case) -> bool:
-    return bool(case.routed.cache_ttl_ms) and _deterministic(case.request) and case.policy.read
-
-
-def _deterministic(request: InferenceRequested) -> bool:
-    return request.inputs is not None or cache.deterministic(request.sampling)
-
-
-def named_for_cache(case: Case) -> Case:
-    """The case with the name of its answer in the response cache. Only after `RESOLVING`: all that shapes the answer is settled then."""
-    version, policy = case.routed, case.policy
-    if not version.cache_ttl_ms or not _deterministic(case.request) or not (policy.read or policy.store):
-        return case
-    return case.having(cache_key=cache.key(scheduled(case), version))
+    return bool(case.routed.cache_ttl_ms) and case.deterministic and case.policy.read
 
 
 def _passed_unless(found: Problem | None, case: Case, check: str) -> Case | Refusal:
@@ -605,103 +373,6 @@ def _input_param(request: InferenceRequested) -> str:
     return "prompt" if request.prompt is not None else "prompt_token_ids"
 
 
-# --- what a verdict becomes ------------------------------------------------------------------------------------------
-
-
-def scheduled(case: Case) -> InferenceScheduled:
-    """The work."""
-    request, grant, version = case.request, case.grant, case.routed
-    stored = bool(case.cache_key) and case.policy.store
-    sampling = request.sampling
-    if sampling.max_tokens != case.max_tokens:
-        sampling = replace(sampling, max_tokens=case.max_tokens)
-    return InferenceScheduled(
-        request_id=request.request_id,
-        tenant=grant.tenant,
-        model=version.model,
-        version=version.version,
-        tier=case.tier,
-        prompt_token_ids=case.prompt_token_ids,
-        sampling=sampling,
-        deadline_ms=case.deadline_ms,
-        requested_ms=case.requested_ms,
-        reply=grant.reply,
-        cache_salt=case.cache_salt,
-        stream=request.stream,
-        source=case.source,
-        time_limit_ms=version.time_limit_ms,
-        rates=case.rates,
-        cache_key=case.cache_key if stored else "",
-        shared=stored and case.policy.shares,
-        inputs=case.inputs,
-        outputs=request.outputs,
-        parameters=request.parameters,
-        prompt_tokens=case.prompt_tokens if case.inputs is not None else 0,
-    )
-
-
-def admitted(case: Case, valid_until_ms: int = 0) -> tuple[InferenceScheduled, InferenceAdmitted]:
-    """The work, and the record of letting it in, which counts if the log has it by `valid_until_ms`; 0: whenever."""
-    request, grant, version = case.request, case.grant, case.routed
-    return scheduled(case), InferenceAdmitted(
-        request_id=request.request_id,
-        tenant=grant.tenant,
-        key_id=grant.key_id,
-        model=version.model,
-        version=version.version,
-        tier=case.tier,
-        reply=grant.reply,
-        work_topic=work_topic(version.model, version.version, case.tier),
-        work_partition=case.partition,
-        prompt_tokens=case.prompt_tokens,
-        max_tokens=case.max_tokens,
-        reserved_tokens=reserved_tokens(case),
-        requested_ms=case.requested_ms,
-        deadline_ms=case.deadline_ms,
-        source=case.source,
-        decisions=case.decisions,
-        time_limit_ms=version.time_limit_ms,
-        scopes=case.reserved.hold.scopes if case.reserved is not None else (ALL_KEYS_AND_MODELS,),
-        keyed=case.keyed,
-        cached=case.hit is not None,
-        valid_until_ms=valid_until_ms,
-    )
-
-
-def as_decided(case: Case, verdict: InferenceAdmitted, version: ModelVersionRegistered, world: World) -> Case:
-    """A tokenised case with what was decided of it before, and the name of its answer in the response cache."""
-    tenant = world.tenant(case.grant.tenant)
-    return named_for_cache(
-        replace(
-            case,
-            cache_salt=tenant.cache_salt if tenant is not None else "",
-            version=version,
-            max_tokens=verdict.max_tokens,
-            deadline_ms=verdict.deadline_ms,
-            partition=verdict.work_partition,
-        )
-    )
-
-
-def rejected(case: Case, refusal: Refusal) -> InferenceRejected:
-    """The record of a refusal, for `lifecycle` and for the caller."""
-    return InferenceRejected(
-        # Readers remember the ids of what has ended: whatever a writer put there must not take their memory.
-        request_id=case.request.request_id if len(case.request.request_id) <= REQUEST_ID_CHARS else "",
-        tenant=case.grant.tenant,
-        model=case.request.model[:MESSAGE_CHARS_MAX],
-        tier=case.tier,
-        reason=refusal.reason.value,
-        message=refusal.message[:MESSAGE_CHARS_MAX],
-        param=refusal.param,
-        retry_after_ms=refusal.retry_after_ms,
-        requested_ms=case.requested_ms,
-        source=case.source,
-        decisions=case.decisions,
-        rates=refusal.rates,
-    )
-
-
 def cancel_refusal(event: InferenceCancelled, grant: Grant, tier: str, now_ms: int) -> Refusal | None:
     """Why a cancel isn't taken, or None. All workers remember what was cancelled, so it must name what can be a request.
 
@@ -710,18 +381,3 @@ def cancel_refusal(event: InferenceCancelled, grant: Grant, tier: str, now_ms: i
     if not is_request_id(event.request_id):
         return Refusal(Reason.INVALID_REQUEST, "request_id must be a UUID of version 7 in lower case", "request_id")
     return _expired(grant, now_ms) or (_tier_refusal(tier) if tier not in grant.tiers else None)
-
-
-def cancelled(event: InferenceCancelled, grant: Grant, tier: str) -> tuple[InferenceFailed, InferenceCancelled]:
-    """The ending for the reply partition, and the word for all workers. Both carry the tenant, for readers to compare with the request's."""
-    ending = InferenceFailed(
-        request_id=event.request_id,
-        tenant=grant.tenant,
-        model="",
-        version="",
-        tier=tier,
-        reason=Reason.CANCELLED.value,
-        message=Reason.CANCELLED.text,
-        source="cancel",
-    )
-    return ending, InferenceCancelled(event.request_id, grant.tenant)

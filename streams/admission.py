@@ -18,9 +18,10 @@ import structlog
 from aiokafka.partitioner import DefaultPartitioner
 
 from decisions import admission as rules
+from decisions import cases, verdicts
 from decisions.accounts import Accounts, Standing, Verdict, is_void
-from decisions.admission import Case, Refusal
 from decisions.cache import Entry, stream
+from decisions.cases import Case, Refusal
 from decisions.idempotency import KeyStanding, conflict, keyed
 from decisions.signature import has_text
 from infra import metrics
@@ -208,7 +209,7 @@ class Admission:
                     async with self._deciding.of(f"key {grant.tenant} {case.keyed.key}"):
                         await self._answer(case, accounts, size, trace)
                 except TooManyWait:
-                    await self._reject(rules.rejected(case, _TOO_MANY), grant, trace)
+                    await self._reject(verdicts.rejected(case, _TOO_MANY), grant, trace)
             case Standing.NEW:
                 await self._answer(case, accounts, size, trace)
             case Standing.REPEATED if isinstance(verdict, InferenceRejected):
@@ -241,7 +242,7 @@ class Admission:
         log.info("asked again", request_id=case.request.request_id)
         if reply != case.grant.reply:
             refusal = Refusal(Reason.CONFLICT, "another request of this tenant has this id", "request_id")
-            await self._tell(rules.rejected(case, refusal), case.grant, trace)
+            await self._tell(verdicts.rejected(case, refusal), case.grant, trace)
 
     async def _a_while(self, partition: int) -> None:
         """Before something that can't be done at present is tried again. Raises LeftUndone if the partition goes meanwhile."""
@@ -265,7 +266,7 @@ class Admission:
             async with self._deciding.of(_id_name(grant.tenant, reference.request_id)):
                 return await self._fetched(asked, grant, reference, refusal, trace, claim)
         except Unread as unread:
-            return await self._reject(rules.rejected(asked, unread.refusal), grant, trace)
+            return await self._reject(verdicts.rejected(asked, unread.refusal), grant, trace)
         except TooManyWait:  # a refusal would end the stream of the one that is being decided
             log.warning("too many ask with one id", request_id=reference.request_id, tenant=grant.tenant)
             return None
@@ -332,7 +333,7 @@ class Admission:
                         return  # whoever has the partition now decides
                     refusal = found or await self._admit(case, accounts, trace)
                     if refusal is not None:
-                        await self._reject(rules.rejected(case, refusal), case.grant, trace)
+                        await self._reject(verdicts.rejected(case, refusal), case.grant, trace)
                     return
             except Unwanted:
                 return  # its cancel, which waits for this, tells so
@@ -353,10 +354,10 @@ class Admission:
             return True
         refusal = Refusal(Reason.CONFLICT, *conflict(case.request))
         if first.request_id != case.request.request_id:
-            refused, _ = rules.refuse(case, "idempotency", refusal)
-            await self._reject(rules.rejected(refused, refusal), case.grant, trace)
+            refused, _ = cases.refuse(case, "idempotency", refusal)
+            await self._reject(verdicts.rejected(refused, refusal), case.grant, trace)
         elif first.reply != case.grant.reply:
-            await self._tell(rules.rejected(case, refusal), case.grant, trace)
+            await self._tell(verdicts.rejected(case, refusal), case.grant, trace)
         else:  # a refusal would end the first's stream
             log.warning("another request has this id", request_id=first.request_id, tenant=case.grant.tenant)
         return True
@@ -368,7 +369,7 @@ class Admission:
         version = self._world.models.version(verdict.model, verdict.version)
         if version is None:
             refusal = Refusal(Reason.MODEL_NOT_FOUND, f"The model `{verdict.model}` is gone.", "model")
-            return await self._reject(rules.rejected(case, refusal), case.grant, trace)
+            return await self._reject(verdicts.rejected(case, refusal), case.grant, trace)
         until_s = time.monotonic() + RETRIED_S
         while True:
             try:
@@ -377,15 +378,15 @@ class Admission:
             except HeadraceError as error:
                 if not error.retriable:
                     refusal = Refusal(error.reason, error.message, error.param)
-                    return await self._reject(rules.rejected(case, refusal), case.grant, trace)
+                    return await self._reject(verdicts.rejected(case, refusal), case.grant, trace)
                 if error.reason is not Reason.OVERLOADED or _over(verdict, until_s):
                     log.warning("its work can't be sent again", request_id=verdict.request_id, reason=error.message)
                     return None
             await self._a_while(case.source.partition)
-        case = rules.as_decided(case, verdict, version, self._world)
+        case = verdicts.as_decided(case, verdict, version, self._world)
         entry = (await self._cache.look_up(case)).entry if verdict.cached else None
         age_ms = 0 if entry is None else max(0, case.now_ms - entry.stored_ms)
-        work = _caused(rules.scheduled(case), verdict, entry, age_ms)
+        work = _caused(verdicts.scheduled(case), verdict, entry, age_ms)
         with contextlib.suppress(NoSuchPartition, RecordTooLarge):
             # What isn't taken was not the first time either, and its caller was told so; a store that is away comes back.
             while True:
@@ -420,13 +421,13 @@ class Admission:
             return
         if rules.grant_refusal(grant, self._settings.tier, record.timestamp, self._world) is None:
             refusal = Refusal(Reason.INTERNAL_ERROR, Reason.INTERNAL_ERROR.text)
-            rejected = rules.rejected(self._case(record, grant, request), refusal)
+            rejected = verdicts.rejected(self._case(record, grant, request), refusal)
             with contextlib.suppress(NoSuchPartition, RecordTooLarge):
                 await self._reject(rejected, grant, child(record.headers))
 
     async def _admit(self, case: Case, accounts: Accounts, trace: Headers) -> Refusal | None:
         """No pause between the checks and the reservation: the next request is judged with it."""
-        scheduled, admitted = rules.admitted(case, self._lease.until_ms if case.told_first else 0)
+        scheduled, admitted = verdicts.admitted(case, self._lease.until_ms if case.told_first else 0)
         entry = case.entry if admitted.cached else None
         topic, partition = admitted.work_topic, admitted.work_partition
         assert case.reserved is not None
@@ -466,11 +467,11 @@ class Admission:
         await self._repeats.remember(admitted, accounts, trace)
         return None
 
-    async def _tell(self, rejected: InferenceRejected, grant: rules.Grant, trace: Headers) -> None:
+    async def _tell(self, rejected: InferenceRejected, grant: cases.Grant, trace: Headers) -> None:
         """A refusal for the caller alone: the request of that id goes on."""
         await deliver(self._producer, [reply_to(grant.reply, rejected, rejected.request_id)], trace)
 
-    async def _reject(self, rejected: InferenceRejected, grant: rules.Grant, trace: Headers) -> None:
+    async def _reject(self, rejected: InferenceRejected, grant: cases.Grant, trace: Headers) -> None:
         # A name that a caller made up is no label: their number has no limit.
         model = rejected.model if self._world.stable(rejected.model) is not None else ""
         metrics.REQUESTS.labels(model, "", rejected.tier, rejected.reason).inc()
@@ -484,7 +485,7 @@ class Admission:
         if refusal is not None:
             return await self._bury(record, refusal.reason, refusal.message)
         await self._decided(grant.tenant, event.request_id)
-        ending, word = rules.cancelled(event, grant, self._settings.tier)
+        ending, word = verdicts.cancelled(event, grant, self._settings.tier)
         records = [
             reply_to(await self._reply_of(record, grant, event), ending, ending.request_id),
             Outgoing(CONTROL, word, word.request_id),
@@ -509,7 +510,7 @@ class Admission:
                 found.model,
                 self._settings.tier,
                 found.reason.value,
-                fault.message[: rules.MESSAGE_CHARS_MAX],
+                fault.message[: verdicts.MESSAGE_CHARS_MAX],
                 fault.param,
                 requested_ms=record.timestamp,
                 source=position,
@@ -541,7 +542,7 @@ class Admission:
         log.warning(
             "dead-lettered", topic=record.topic, partition=record.partition, offset=record.offset, reason=reason.value
         )
-        await dead_letter(self._producer, record, reason.value, message[: rules.MESSAGE_CHARS_MAX], PROCESS)
+        await dead_letter(self._producer, record, reason.value, message[: verdicts.MESSAGE_CHARS_MAX], PROCESS)
 
 
 @lru_cache(maxsize=TENANTS_MAX)

@@ -15,8 +15,8 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 from cachetools import TTLCache
 
-from decisions.admission import Case
 from decisions.cache import Entry, may_be_kept
+from decisions.cases import Case
 from infra import metrics
 from infra.answer_cache import Stored, make_cache, shared_by_processes
 from infra.kafka import Batching, make_consumer, partitions_of, stop_consumer

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from decisions import idempotency as rules
 from decisions.accounts import Accounts
-from decisions.admission import Case, grant_refusal
+from decisions.admission import grant_refusal
+from decisions.cases import Case
 from decisions.idempotency import First, KeyStanding
 from infra import metrics
 from infra.log import EventProducer, Headers

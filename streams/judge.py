@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 
-from decisions import admission as rules
+from decisions import cases, verdicts
 from decisions.accounts import Accounts
-from decisions.admission import BEFORE_TOKENISING, PLACING, RESOLVING, Case, Refusal
+from decisions.admission import BEFORE_TOKENISING, PLACING, RESOLVING
+from decisions.cases import Case, Refusal
 from decisions.quota import ENDING_WAIT_MS
 from decisions.signature import TEXT, TEXT_PROCESSORS, text_tensors
 from infra import metrics
@@ -49,7 +50,7 @@ class Judge:
         self._waiting: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
-    async def decided(self, case: Case, accounts: Accounts, size: int) -> AsyncIterator[rules.Verdict]:
+    async def decided(self, case: Case, accounts: Accounts, size: int) -> AsyncIterator[cases.Verdict]:
         """What all checks say of a case. The last of them have just been made when it yields: nothing came between.
 
         While in it the request counts among those of its tenant that wait for a worker. `size` is the bytes of its record. Raises what
@@ -64,7 +65,7 @@ class Judge:
         finally:
             self._turnstile.leave(case)
 
-    async def _entered(self, asked: Case, accounts: Accounts, size: int) -> rules.Verdict:
+    async def _entered(self, asked: Case, accounts: Accounts, size: int) -> cases.Verdict:
         """A case through the turnstile. While it waited there its tenant, its key or the stable version may have changed: then it is judged anew."""
         if (lag_ms := int(time.time() * 1000) - asked.requested_ms) > LAG_MS:  # it has lain in the log
             asked = replace(asked, waited_ms=lag_ms)
@@ -88,34 +89,34 @@ class Judge:
                 return replace(entered, version=again.routed), None
             self._turnstile.leave(entered)
 
-    async def _before(self, case: Case) -> rules.Verdict:
-        await self._world.meet_model(case.request.model[: rules.MESSAGE_CHARS_MAX])
+    async def _before(self, case: Case) -> cases.Verdict:
+        await self._world.meet_model(case.request.model[: verdicts.MESSAGE_CHARS_MAX])
         with _timed("before tokenising"):
-            verdict = rules.judge(case, self._world, BEFORE_TOKENISING)
+            verdict = cases.judge(case, self._world, BEFORE_TOKENISING)
         return await self._once_more(case, verdict, BEFORE_TOKENISING)
 
-    async def _after(self, case: Case) -> rules.Verdict:
+    async def _after(self, case: Case) -> cases.Verdict:
         version = case.routed
         await self._world.counts.learn(work_topic(version.model, version.version, case.tier))
         try:
             with _timed("tokenise"):
                 case = await self.tokenise(case, version)
         except HeadraceError as error:
-            return rules.refuse(case, "tokenise", Refusal(error.reason, error.message, error.param))
-        case, refusal = rules.judge(case, self._world, RESOLVING)
+            return cases.refuse(case, "tokenise", Refusal(error.reason, error.message, error.param))
+        case, refusal = cases.judge(case, self._world, RESOLVING)
         if refusal is not None:
             return case, refusal
         with _timed("look up"):
-            case = await self._cache.look_up(rules.named_for_cache(case))
+            case = await self._cache.look_up(verdicts.named_for_cache(case))
         with _timed("after tokenising"):
-            verdict = rules.judge(case, self._world, PLACING)
+            verdict = cases.judge(case, self._world, PLACING)
         verdict = await self._once_more(case, verdict, PLACING)
         self._cache.count(verdict[0])
         return verdict
 
     async def _once_more(
-        self, case: Case, verdict: rules.Verdict, checks: Iterable[tuple[str, rules.Check]]
-    ) -> rules.Verdict:
+        self, case: Case, verdict: cases.Verdict, checks: Iterable[tuple[str, cases.Check]]
+    ) -> cases.Verdict:
         """Judged again, for a while, if only what runs is in the way: who asks right after an answer is faster than the log tells its ending.
 
         Few wait so, and fewer of one tenant: a flood is refused at once.
@@ -139,7 +140,7 @@ class Judge:
                 self._waiting[tenant] -= 1
                 if not self._waiting[tenant]:
                     del self._waiting[tenant]
-            verdict = rules.judge(case, self._world, checks)
+            verdict = cases.judge(case, self._world, checks)
             refusal = verdict[1]
         return verdict
 
@@ -153,19 +154,19 @@ class Judge:
             return await self._prepare(case, version, case.request.inputs, aside)
         tokenizer = await self._tokenizers.get(version)
         ids = await self._tokenizers.tokenise(case.request, tokenizer, case.requested_ms, aside)
-        return rules.tokenised(case, ids, tokenizer.vocab_size)
+        return cases.tokenised(case, ids, tokenizer.vocab_size)
 
     async def _prepare(
         self, case: Case, version: ModelVersionRegistered, inputs: tuple[Tensor, ...], aside: Aside | None
     ) -> Case:
         """The inputs of a tensor model as its worker gets them: texts as token ids."""
         if version.processor not in TEXT_PROCESSORS:
-            return rules.prepared(case, inputs, 0)
+            return cases.prepared(case, inputs, 0)
         tokenizer = await self._tokenizers.get(version)
         text = next((tensor for tensor in inputs if tensor.name == TEXT), None)
         if text is not None:
             inputs = text_tensors(await self._tokenizers.encode(strings(text), tokenizer, aside))
-        return rules.prepared(case, inputs, tokenizer.vocab_size)
+        return cases.prepared(case, inputs, tokenizer.vocab_size)
 
 
 class _timed:  # noqa: N801  # reads as the verb it is; a generator would cost as much as a check

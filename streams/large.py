@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from decisions.admission import Refusal
+from decisions.cases import Refusal
 from infra.log import EventDecoder
 from schemas.errors import Undecodable
 from schemas.events import InferenceRequested, PayloadStored

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from decisions import admission as rules
-from decisions import capacity
+from decisions import capacity, cases
 from decisions import turnstile as turns
 from decisions.accounts import Accounts
-from decisions.admission import Case, Refusal
+from decisions.cases import Case, Refusal
 from decisions.queues import pool_name
 from infra import metrics
 from schemas.events import ModelVersionRegistered
@@ -89,7 +89,7 @@ class Turnstile:
 
     # --- a request ---------------------------------------------------------------------------------------------------
 
-    async def enter(self, case: Case, accounts: Accounts, size: int) -> rules.Verdict:
+    async def enter(self, case: Case, accounts: Accounts, size: int) -> cases.Verdict:
         """Returns when it is a routed request's turn, or with why it has none. Raises LeftUndone if its partition goes first.
 
         `size` is the bytes of its record. Unless it is refused, call `leave` when it counts in `accounts`, or doesn't come to that.
@@ -101,12 +101,12 @@ class Turnstile:
             self._count(place, tenant)
             return case, None
         if (refusal := self._too_many(case, size)) is not None:
-            return rules.refuse(case, "turn", refusal)
+            return cases.refuse(case, "turn", refusal)
         dated = rules.check_deadline(case, self._world)
         assert isinstance(dated, Case)
         ahead = len(held[tenant]) if held is not None and tenant in held else 0
         if isinstance(late := rules.check_wait(replace(dated, ahead=ahead), self._world), Refusal):
-            return rules.refuse(case, "turn", late)
+            return cases.refuse(case, "turn", late)
         return await self._wait(case, accounts, size, dated.deadline_ms)
 
     def leave(self, case: Case) -> None:
@@ -118,7 +118,7 @@ class Turnstile:
             if inside[case.grant.tenant] <= 0:
                 del inside[case.grant.tenant]
 
-    async def _wait(self, case: Case, accounts: Accounts, size: int, deadline_ms: int) -> rules.Verdict:
+    async def _wait(self, case: Case, accounts: Accounts, size: int, deadline_ms: int) -> cases.Verdict:
         assert self.reading is not None
         if self._closed:
             raise LeftUndone
@@ -139,11 +139,11 @@ class Turnstile:
         waited_ms = int((time.monotonic() - began_s) * 1000)
         if not waiting.turn.done():
             late = Refusal(Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text)
-            return rules.refuse(case, "turn", late)
+            return cases.refuse(case, "turn", late)
         if not waiting.turn.result():
             raise LeftUndone
         after = replace(case, waited_ms=max(waited_ms, int(time.time() * 1000) - case.requested_ms))
-        return after.noting("turn", rules.PASSED, f"{waited_ms} ms until the tenant's turn"), None
+        return after.noting("turn", cases.PASSED, f"{waited_ms} ms until the tenant's turn"), None
 
     def _too_many(self, case: Case, size: int) -> Refusal | None:
         if self._tier != INTERACTIVE:

@@ -86,7 +86,7 @@ class PartitionCounts:
 
 
 class LiveWorld:
-    """The world as the log tells it. Implements `decisions.admission.World`."""
+    """The world as the log tells it. Implements `decisions.cases.World`."""
 
     def __init__(self, settings: KafkaSettings) -> None:
         self.counts = PartitionCounts(settings)

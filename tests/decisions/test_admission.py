@@ -7,20 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decisions.admission import (
-    AFTER_TOKENISING,
-    BEFORE_TOKENISING,
-    Case,
-    Refusal,
-    admitted,
-    cancelled,
-    judge,
-    refuse,
-    rejected,
-    reply_refusal,
-    tokenised,
-)
+from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, reply_refusal
+from decisions.cases import Case, Refusal, judge, refuse, tokenised
 from decisions.quota import EACH, ENDING_WAIT_MS
+from decisions.verdicts import admitted, cancelled, rejected
 from schemas.events import (
     ApiKey,
     Decision,

@@ -11,20 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from decisions.accounts import Accounts
-from decisions.admission import (
-    AFTER_TOKENISING,
-    BEFORE_TOKENISING,
-    PLACING,
-    RESOLVING,
-    Case,
-    Refusal,
-    admitted,
-    as_decided,
-    judge,
-    named_for_cache,
-    scheduled,
-    tokenised,
-)
+from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, PLACING, RESOLVING
 from decisions.cache import (
     BY_CACHE,
     CHUNK_TOKENS,
@@ -41,11 +28,13 @@ from decisions.cache import (
     stream,
     verdict,
 )
+from decisions.cases import Case, Refusal, judge, tokenised
 from decisions.endings import Facts, answered, facts
 from decisions.ledger import Cost
 from decisions.queues import pool_name
 from decisions.quota import Reserved
 from decisions.stream import NEW, StreamState, fold
+from decisions.verdicts import admitted, as_decided, named_for_cache, scheduled
 from infra.log import BATCH_BYTES_MAX
 from schemas.codec import encode, encode_json
 from schemas.events import (

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, cancel_refusal, judge, rejected
+from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, cancel_refusal
+from decisions.cases import judge
+from decisions.verdicts import rejected
 from schemas.events import InferenceCancelled
 from schemas.ids import REQUEST_ID_CHARS
 from tests.decisions.worlds import ID, NOW, FakeGrant, FakeWorld, case

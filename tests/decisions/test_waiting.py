@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decisions.admission import Case, Refusal, check_deadline, check_wait
+from decisions.admission import check_deadline, check_wait
+from decisions.cases import Case, Refusal
 from decisions.placement import STALE_MS
 from decisions.waiting import SILENT_REPORTS, Outlook, outlook
 from schemas.reasons import Reason

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from decisions.admission import Case
+from decisions.cases import Case
 from decisions.ledger import Counter, Counters
 from schemas.events import (
     ApiKey,
