@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from decisions.ledger import Charges, Cost, Counter, Hold
 from schemas.events import LedgerSaved, Reply, SavedCounter, SavedHold
@@ -36,10 +36,6 @@ class Row:
     start: int = 0
     counters: tuple[tuple[str, Counter], ...] = ()
     open: tuple[tuple[str, Open], ...] = ()
-
-    def event(self) -> LedgerSaved:
-        """The row as it is written."""
-        return replace(self.without_open(), open=tuple(map(_hold, self.open)))
 
     def portions(self, size: int) -> Iterator[list[SavedHold]]:
         """What it has open, so many at a time."""

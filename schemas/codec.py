@@ -11,7 +11,8 @@ import base64
 import io
 import json
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any, cast
@@ -88,24 +89,32 @@ def encode(event: Event) -> bytes:
         return _encode_generic(t, event)
 
 
-def encode_with(event: Event, portions: Iterator[Sequence[Any]]) -> bytes:
-    """`encode` of an event whose last field, an array, holds the items of all portions, where `event` itself has none there.
+class Growing:
+    """`encode` of an event whose last field, an array, gets its items little by little: one of thousands so holds nobody up for long."""
 
-    An event of thousands of items so holds nobody up for long: whoever gives the portions may rest between them. Raises as `encode`.
-    """
-    t = _TYPES[type(event)]
-    last, write = _last_items(cast(Any, t.cls))
-    items: list[Any] = []
-    try:
-        bodies: list[bytes] = []
-        for portion in portions:
-            items += portion
-            bodies += map(write, portion)
-        start, count = t.write(event)[: -len(ARRAY_END)], [long_form(len(items))] if items else []
-    except MISFITS:
-        items += [item for portion in portions for item in portion]
-        return encode(replace(event, **cast(Any, {last: tuple(items)})))
-    return b"".join([start, *count, *bodies, ARRAY_END])
+    def __init__(self, event: Event) -> None:
+        """`event` has no items there."""
+        self._event = event
+        self._last, self._write = _last_items(cast(Any, type(event)))
+        self._items: list[Any] = []
+        self._bodies: list[bytes] = []
+
+    def add(self, items: Sequence[Any]) -> None:
+        """More items, after those there are."""
+        self._items += items
+        with suppress(*MISFITS):  # then `value` goes the generic way
+            self._bodies += map(self._write, items)
+
+    def value(self) -> bytes:
+        """The event with all its items. Raises as `encode`."""
+        try:
+            if len(self._bodies) == len(self._items):
+                start = _TYPES[type(self._event)].write(self._event)[: -len(ARRAY_END)]
+                count = [long_form(len(self._items))] if self._items else []
+                return b"".join([start, *count, *self._bodies, ARRAY_END])
+        except MISFITS:
+            pass
+        return encode(replace(self._event, **cast(Any, {self._last: tuple(self._items)})))
 
 
 @cache

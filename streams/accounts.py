@@ -12,7 +12,7 @@ import contextlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from infra.kafka import Batching, make_consumer, stop_consumer
 from infra.log import EventDecoder, EventProducer
 from infra.read import read_to_end
 from infra.settings import KafkaSettings
-from schemas.codec import encode, encode_with
+from schemas.codec import Growing
 from schemas.errors import HeadraceError, Undecodable
 from schemas.events import Event, LedgerSaved, RequestKeyed
 from schemas.topics import LIFECYCLE, idempotency_topic, ledger_topic
@@ -36,8 +36,8 @@ from streams.lease import Lease
 SAVE_S = 5.0
 REST = 4.0
 """For each second of the processor that making a row takes, so many without one: a fifth of a core for saving while requests are decided."""
-OPEN_IN_LINE_MAX, OPEN_AT_ONCE = 32, 32
-"""Rows of more open requests are made in a thread, and so many at a time: it shares the interpreter with whoever decides."""
+OPEN_AT_ONCE = 32
+"""So many of a row's open requests are written before whoever decides has a turn."""
 LAST_S_MAX = 3.0
 """So long the last saving may keep a process from leaving: whoever comes next can read all of it in `lifecycle`, too."""
 POLL_MS = 100
@@ -342,12 +342,7 @@ class Ledgers:
     async def _send_rows(self, held: _Held, rows: Iterable[Row], partition: int, rest: float) -> None:
         sent = []
         for row in rows:
-            if len(row.open) > OPEN_IN_LINE_MAX:
-                value = await asyncio.to_thread(_value, row, rest)
-            else:
-                began_s = time.thread_time()
-                value = encode(row.event())
-                await asyncio.sleep(rest * (time.thread_time() - began_s))
+            value = await _value(row, rest)
             sent.append(await self._producer.send_raw(self._topic, value, _key(row, held).encode(), partition))
         await asyncio.gather(*sent)
 
@@ -357,18 +352,20 @@ class Ledgers:
                 await self._producer.send_raw(self._topic, None, key.encode(), partition)
 
 
-def _value(row: Row, rest: float) -> bytes:
-    """A large row as it is written, with rests between its portions. Blocks."""
-    return encode_with(row.without_open(), _resting(row.portions(OPEN_AT_ONCE), rest))
+async def _value(row: Row, rest: float) -> bytes:
+    """A row as it is written, made in portions of a fraction of a millisecond: after each, and at last, a rest of `rest` times what it took.
 
-
-def _resting(portions: Iterator[T], rest: float) -> Iterator[T]:
-    """After each portion a rest as long as `rest` times what it took of the processor: waiting for the interpreter takes nobody's."""
+    A thread would make it no sooner, and keep the interpreter from whoever decides, each time that the event loop lets go of it.
+    """
     began_s = time.thread_time()
-    for portion in portions:
-        yield portion
-        time.sleep(rest * (time.thread_time() - began_s))
+    growing = Growing(row.without_open())
+    for portion in row.portions(OPEN_AT_ONCE):
+        growing.add(portion)
+        await asyncio.sleep(rest * (time.thread_time() - began_s))
         began_s = time.thread_time()
+    value = growing.value()
+    await asyncio.sleep(rest * (time.thread_time() - began_s))
+    return value
 
 
 def _key(row: Row, held: _Held) -> str:

@@ -567,7 +567,7 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
     topic = requests_topic(settings.tier)
     payloads = Payloads.of(settings)
     producer, decoder = (
-        EventProducer(settings.kafka, PROCESS, payloads, gather=True),
+        EventProducer(settings.kafka, PROCESS, payloads),
         EventDecoder(settings.kafka, payloads),
     )
     world, tokenizers = LiveWorld(settings.kafka), Tokenizers(settings.tokenise_threads)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from random import Random
 from typing import Any
 
 from decisions.accounts import Accounts, Standing, Verdict
 from decisions.ledger import GRAIN_MS, STEP_BACK_MS, Cost
+from decisions.ledger_rows import Row
 from decisions.quota import KINDS, Exceeded, limits_for, reserve
 from schemas.events import InferenceAdmitted, InferenceFailed, InferenceRejected, LedgerSaved, Quota
 from schemas.topics import HOUR_MS, INTERACTIVE
@@ -26,7 +28,12 @@ LATER_MS = STEP_BACK_MS + GRAIN_MS
 
 def saved(accounts: Accounts, committed: int, saved_ms: int, *, last: bool = True) -> list[LedgerSaved]:
     """The rows as they are written."""
-    return [row.event() for row in accounts.save(committed, saved_ms, last=last)]
+    return [event_of(row) for row in accounts.save(committed, saved_ms, last=last)]
+
+
+def event_of(row: Row) -> LedgerSaved:
+    """A row as it is written."""
+    return replace(row.without_open(), open=tuple(chain(*row.portions(3))))
 
 
 @dataclass(eq=False)
@@ -240,7 +247,7 @@ class Site:
             one.accounts.unsaved(rows)
             others = [row for row in rows if row.tenant and random.random() < 0.5]
             rows = rows if random.random() < 0.2 else others
-        self.rows += [(one.writer, row.event()) for row in rows]
+        self.rows += [(one.writer, event_of(row)) for row in rows]
 
     @property
     def present(self) -> Former:

@@ -1,28 +1,29 @@
-"""When ledgers are saved: on a real broker, with a lease and threads that the test holds."""
+"""When ledgers are saved: on a real broker, with a lease that the test holds."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from decisions.ledger import Cost, Hold
+from decisions.ledger_rows import Open, Row
 from infra.log import EventDecoder, EventProducer
 from infra.read import read_to_end
 from infra.settings import KafkaSettings
+from schemas.codec import encode
 from schemas.events import InferenceAdmitted, LedgerSaved, Position, Reply
 from schemas.topics import INTERACTIVE, LIFECYCLE, TOKENS, ledger_topic, requests_topic
 from streams import accounts
-from streams.accounts import Ledgers
+from streams.accounts import OPEN_AT_ONCE, Ledgers
 from streams.lease import Lease
+from tests.decisions.ledger_site import event_of
 from tests.streams.site import WAIT_S, new_id, now_ms
 
 pytestmark = pytest.mark.kafka
 PARTITION = 0
 SESSION_MS = 1_000_000
-HELD_UP_S = 1.0
 
 
 class Partition:
@@ -120,27 +121,20 @@ async def test_what_was_decided_last_is_saved_before_the_partition_is_given_up(
     assert await held.saved() == {last}
 
 
-async def test_a_row_that_waited_for_a_thread_is_followed_by_no_longer_rest(
-    held: Partition, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It rests for what a row costs, and not for how long others kept it waiting."""
-    monkeypatch.setattr(accounts, "REST", 100.0)
-    monkeypatch.setattr(accounts, "OPEN_IN_LINE_MAX", 0)
-    held.start()
-    requests = [await held.let_in()]
-    await held.until_saved(*requests)
-    free, occupied = threading.Event(), threading.Event()
-    threads = ThreadPoolExecutor(1)
-    asyncio.get_running_loop().set_default_executor(threads)
-    threads.submit(occupied.set)
-    threads.submit(free.wait, WAIT_S)
-    try:
-        await until(occupied.is_set)
-        requests.append(await held.let_in())
-        await until(lambda: threads._work_queue.qsize() > 0)
-        await asyncio.sleep(HELD_UP_S)
-    finally:
-        free.set()
-    await held.until_saved(*requests)
-    requests.append(await held.let_in())
-    await held.until_saved(*requests)
+async def test_others_have_their_turns_while_a_large_row_is_made() -> None:
+    hold = Hold(now_ms(), Cost(5), ("",))
+    opened = tuple((new_id(), Open(hold, now_ms(), Reply(TOKENS, 1), "pool")) for _ in range(100 * OPEN_AT_ONCE))
+    row = Row("acme", INTERACTIVE, 7, now_ms(), open=opened)
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    deciding = asyncio.create_task(others())
+    value = await accounts._value(row, 0.0)
+    deciding.cancel()
+    assert turns >= 100
+    assert value == encode(event_of(row))
