@@ -2,9 +2,10 @@
 
 Each caller sends one text's token ids and waits for its embedding. The producer has as many texts under way; those it has at hand travel
 together, as in `headrace batch run`. Both with the model's default batching and with none. The peer is Triton, by pytriton, on the same
-file with the same load through its HTTP endpoint. It is installed on the first run, into `.cache/peers/`.
+file with the same load through its HTTP endpoint. It is installed on the first run, into `.cache/peers/`. With four times as many texts under
+way, so that the model never waits for the log, the producer is set beside ONNX Runtime alone.
 
-Ours and the peer take turns of two seconds, and stand still in between: machines that are shared are fast for some minutes and slow for others.
+Ours and the peers take turns of two seconds, and stand still in between: machines that are shared are fast for some minutes and slow for others.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -48,15 +51,16 @@ from schemas.ids import request_id
 from schemas.reasons import Reason
 from schemas.topics import GRANT_HEADER, HOUR_MS, INTERACTIVE, TOKENS, requests_topic
 
-PEER = "Triton (pytriton), HTTP"
+PEER, ALONE = "Triton (pytriton), HTTP", "ONNX Runtime alone"
 PEER_PYTHON = "/usr/bin/python3.11"
 """Debian's own: pytriton's server loads the shared library beside it."""
 PEER_REQUIREMENTS = ("nvidia-pytriton==0.5.14", "onnxruntime==1.32.0")
 FILE = "model.onnx"
 TOKENS_EACH, VOCABULARY = 16, range(1_000, 20_000)
-CALLERS = 64
+CALLERS, MANY = 64, 256
 RECORD_TEXTS = 16
 """Texts that travel in one record."""
+ALONE_ROWS = 32
 WARM_UP_S = 10.0
 RAMP_S, WINDOW_S = 0.6, 1.6
 """Of a slice what isn't counted, and what is. With its last answers it is shorter than what the broker's controller takes for its death."""
@@ -64,6 +68,7 @@ ROUNDS = {"minilm": 12, "unbatched": 4}
 QUICK_ROUNDS, QUICK_WARM_UP_S = 1, 1.0
 START_S, STOP_S, INSTALL_S, ANSWER_S = 120.0, 15.0, 900, 60.0
 AIM_HTTP, AIM_LOG = 0.9, 1.0
+FAR = f"log, {MANY} at once"
 
 Pairs = list[tuple[float, float]]
 """Ours and the peer's texts a second, slice by slice."""
@@ -86,7 +91,8 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
         found: dict[tuple[str, str], Pairs] = {}
         for model in models:
             for way, pairs in (await _measured(model, folder / FILE, quick=quick)).items():
-                found[way, model.name] = pairs
+                if pairs:
+                    found[way, model.name] = pairs
     show(_rows(found), as_json=as_json, title=f"MiniLM, texts of 16 tokens, {CALLERS} at once ({before})")
     _judge(found)
     return 0
@@ -98,15 +104,17 @@ async def _measured(model: ModelEntry, file: Path, *, quick: bool) -> dict[str, 
     Who isn't measured is stopped, so that it takes nothing from the other.
     """
     env = {"HEADRACE_GRANT_SECRET": secrets.token_hex(32)}
-    pairs: dict[str, Pairs] = {"http": [], "log": []}  # in the order of the rows
+    pairs: dict[str, Pairs] = {"http": [], "log": [], FAR: []}  # in the order of the rows
     async with AsyncExitStack() as opened:
         peer = await opened.enter_async_context(_triton(file))
+        alone = await opened.enter_async_context(_alone(file))
         stack = await opened.enter_async_context(private_stack((model,), env))
         session = await opened.enter_async_context(aiohttp.ClientSession())
         key = {"Authorization": f"Bearer {stack.key}"}
         theirs = _callers(_poster(session, f"{peer.url}/v2/models/minilm/infer", _theirs, {}))
-        ours = {
-            "log": await opened.enter_async_context(_producer(stack, env["HEADRACE_GRANT_SECRET"], model.name)),
+        produce = await opened.enter_async_context(_producer(stack, env["HEADRACE_GRANT_SECRET"], model.name))
+        ours: dict[str, Load] = {
+            "log": partial(produce, CALLERS),
             "http": _callers(_poster(session, f"{stack.url}/v2/models/{model.name}/infer", _ours, key)),
         }
         for load in (theirs, *ours.values()):
@@ -117,6 +125,11 @@ async def _measured(model: ModelEntry, file: Path, *, quick: bool) -> dict[str, 
             for way, load in ours.items():
                 with _stopped(_tree(peer.pid)):
                     pairs[way].append((await load(WINDOW_S), rate))
+            if not model.engine_args:
+                with _stopped(_ours_but(alone.pid)):
+                    rate = await alone.rate(WINDOW_S)
+                with _stopped(_tree(peer.pid)):
+                    pairs[FAR].append((await produce(MANY, WINDOW_S), rate))
     return pairs
 
 
@@ -148,8 +161,9 @@ def _ours_but(pid: int) -> list[psutil.Process]:
 
 def _rows(found: Mapping[tuple[str, str], Pairs]) -> list[Row]:
     names = {"minilm": "", "unbatched": ", max_batch_size 1"}
+    peers = {FAR: ALONE}
     return [
-        row("requests_per_s", "requests/s", f"{way}{names[model]}", ours, PEER, theirs)
+        row("requests_per_s", "requests/s", f"{way}{names[model]}", ours, peers.get(way, PEER), theirs)
         for (way, model), (ours, theirs) in ((name, _means(pairs)) for name, pairs in found.items())
     ]
 
@@ -198,11 +212,11 @@ def _poster(session: aiohttp.ClientSession, url: str, body: Callable[[int], byte
 
 
 class _Window:
-    """Counts what ends within some seconds, once it has run for `RAMP_S`."""
+    """Counts what ends within some seconds, once it has run for `ramp_s`."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, ramp_s: float = RAMP_S) -> None:
         """Begins now."""
-        self._from_s = time.monotonic() + RAMP_S
+        self._from_s = time.monotonic() + ramp_s
         self._until_s = self._from_s + seconds
         self._seconds = seconds
         self._count = 0
@@ -240,8 +254,8 @@ def _callers(call: Call) -> Load:
 
 
 @asynccontextmanager
-async def _producer(stack: Stack, secret: str, model: str) -> AsyncIterator[Load]:
-    """A producer that writes to the log."""
+async def _producer(stack: Stack, secret: str, model: str) -> AsyncIterator[Callable[[int, float], Awaitable[float]]]:
+    """A producer that writes to the log: its load by how many texts it has under way, and for how long."""
     tenant, key = new_tenant(f"bench-{model}", now_ms()), new_key((INTERACTIVE,), now_ms())[1]
     await write_tenant(stack.kafka, add_key(tenant, key))
     grant = Grant(tenant.tenant, key.key_id, (INTERACTIVE,), Reply(TOKENS, 0), now_ms() + HOUR_MS)
@@ -252,10 +266,10 @@ async def _producer(stack: Stack, secret: str, model: str) -> AsyncIterator[Load
     await producer.start()
     await consumer.start()
 
-    async def load(seconds: float) -> float:
-        window, open_ids = _Window(seconds), set[str]()
+    async def load(at_once: int, seconds: float) -> float:
+        window, open_ids = _Window(seconds, RAMP_S * at_once / CALLERS), set[str]()
         while open_ids or not window.over:
-            while not window.over and len(open_ids) < CALLERS // RECORD_TEXTS:
+            while not window.over and len(open_ids) < at_once // RECORD_TEXTS:
                 name = request_id(now_ms(), os.urandom(10))
                 open_ids.add(name)
                 texts = text_tensors([_ids(next(numbers)) for _ in range(RECORD_TEXTS)])
@@ -293,6 +307,39 @@ class _Peer(NamedTuple):
 
     url: str
     pid: int
+
+
+class _Alone(NamedTuple):
+    """ONNX Runtime in a process of its own."""
+
+    process: asyncio.subprocess.Process
+
+    @property
+    def pid(self) -> int:
+        """The process's."""
+        return self.process.pid
+
+    async def rate(self, seconds: float) -> float:
+        """Texts a second, of so many seconds. Raises HeadraceError if the process has ended."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(f"{seconds}\n".encode())
+        if not (line := await self.process.stdout.readline()):
+            raise HeadraceError(Reason.UNAVAILABLE, "ONNX Runtime alone has ended")
+        return float(line)
+
+
+@asynccontextmanager
+async def _alone(model: Path) -> AsyncIterator[_Alone]:
+    """The model's own speed."""
+    program = [sys.executable, "-m", "bench.onnx_alone", str(model), str(ALONE_ROWS), str(TOKENS_EACH)]
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*program, stdin=pipe, stdout=pipe)
+    try:
+        yield _Alone(process)
+    finally:
+        with suppress(ProcessLookupError):  # it ended by itself
+            process.kill()
+        await process.wait()
 
 
 @asynccontextmanager

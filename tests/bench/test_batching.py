@@ -20,7 +20,9 @@ from starlette.routing import Route
 
 from bench import batching
 from bench.batching import (
+    ALONE,
     CALLERS,
+    FAR,
     PEER,
     RAMP_S,
     TOKENS_EACH,
@@ -49,6 +51,7 @@ FOUND: dict[tuple[str, str], Pairs] = {
     ("log", "minilm"): [(600.0, 480.0), (600.0, 520.0)],
     ("http", "unbatched"): [(300.0, 500.0)],
     ("log", "unbatched"): [(400.0, 500.0)],
+    (FAR, "minilm"): [(700.0, 1_000.0)],
 }
 
 
@@ -60,6 +63,7 @@ def test_each_way_has_a_row_with_and_without_batching() -> None:
         ("requests_per_s", "log", 600.0, 500.0, 1.2, PEER),
         ("requests_per_s", "http, max_batch_size 1", 300.0, 500.0, 0.6, PEER),
         ("requests_per_s", "log, max_batch_size 1", 400.0, 500.0, 0.8, PEER),
+        ("requests_per_s", FAR, 700.0, 1_000.0, 0.7, ALONE),
     ]
 
 
