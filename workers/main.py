@@ -10,6 +10,7 @@ import structlog
 from decisions.window import guest_slots
 from infra.directory import ModelDirectory
 from infra.log import EventProducer
+from infra.models_file import ONNX
 from infra.payloads import Payloads
 from infra.reach import until_reached
 from infra.settings import WorkerSettings
@@ -65,7 +66,7 @@ async def run(settings: WorkerSettings, model: str, version: str, stop: asyncio.
             return
         await ensure_model(settings.kafka, registered)
         payloads = Payloads.of(settings)
-        producer = EventProducer(settings.kafka, PROCESS, payloads, gather=registered.engine == "onnx")
+        producer = EventProducer(settings.kafka, PROCESS, payloads, gather=registered.engine == ONNX)
         await producer.start()
         try:
             await _serve(settings, registered, producer, payloads, ready, stop)

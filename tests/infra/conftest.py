@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import pytest
+from aiokafka.conn import AIOKafkaConnection
 
 from infra.broker import EmbeddedKafka
 from infra.settings import KafkaSettings
@@ -26,6 +28,21 @@ def spare_broker(_second_broker: EmbeddedKafka) -> EmbeddedKafka:
     """A broker that a test may stop, kill and restart; it runs when the test begins."""
     _second_broker.start()
     return _second_broker
+
+
+@pytest.fixture
+def produced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the produce requests that aiokafka's clients send from now on; a test may clear it."""
+    asked: list[str] = []
+    send = AIOKafkaConnection.send
+
+    def counted(connection: AIOKafkaConnection, request: Any, expect_response: bool = True) -> Any:
+        if (name := type(request).__name__).startswith("ProduceRequest"):
+            asked.append(name)
+        return send(connection, request, expect_response)
+
+    monkeypatch.setattr(AIOKafkaConnection, "send", counted)
+    return asked
 
 
 @pytest.fixture
