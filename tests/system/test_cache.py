@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +52,17 @@ def cached(stack: RunningStack) -> Iterator[str]:
     """A model that has a response cache, and two workers. Yields its name."""
     register(stack, entry())
     with worker(stack, "cached-a", CACHED), worker(stack, "cached-b", CACHED):
+        stack.until(lambda: len({_place(stack) for _ in range(8)}) == 2)
         yield CACHED
+
+
+def _place(stack: RunningStack) -> str:
+    """The worker to which admission sends a call. It must know both before equal calls meet on one for sure."""
+    (admitted,) = told(stack, ask(stack, "where", control="no-store").headers["x-request-id"], InferenceAdmitted)
+    (detail,) = [each.detail for each in admitted.decisions if each.check == "place"]
+    found = re.search(r"worker (\S+)", detail)
+    assert found, detail
+    return found[1]
 
 
 def directed(name: str, **directions: Any) -> str:
