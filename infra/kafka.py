@@ -7,7 +7,7 @@ import os
 import random
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +37,11 @@ METADATA_AGE_MS = 30_000
 SILENT_AFTER_S = 2.0
 SILENT_WAIT_MS = 1_000
 """What is asked next on the same connection waits behind a fetch: a rebalance, too."""
+GROUPED_WAIT_MS, GROUPED_BYTES = 8, 64 * 1024
+"""So long the broker gathers records that come fast, or so many bytes of them;"""
+GROUPED_MIN = 2.5
+"""of which there must be so many in that time, on the average of `RATE_OVER_S`."""
+RATE_OVER_S = 0.5
 SESSION_TIMEOUT_MS = 10_000
 HEARTBEAT_INTERVAL_MS = 2_000
 SIGN_IN_WAIT_MS = 5_000
@@ -241,6 +246,30 @@ class Batching:
             self._heard_s = now_s
         silent = now_s - self._heard_s > SILENT_AFTER_S
         fetch_within(consumer, *((SILENT_WAIT_MS, 1) if silent else self._busy))
+
+
+class GroupedFetch:
+    """How a consumer fetches whose records are waited for: each at once, unless they come so fast that a moment brings several.
+
+    Each fetch costs client and broker as much as a record or two. By `GROUPED_WAIT_MS` more of waiting a few records share one.
+    """
+
+    def __init__(self, wait_ms: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`wait_ms`: how long the broker may hold a fetch that finds nothing, when each record is fetched at once."""
+        self._single = wait_ms, 1
+        self._clock = clock
+        self._count = 0
+        self._counted_s = clock()
+
+    def heard(self, consumer: AIOKafkaConsumer, records: int) -> None:
+        """To be told after each reading how many records it brought."""
+        self._count += records
+        seconds = self._clock() - self._counted_s
+        if seconds < RATE_OVER_S:
+            return
+        grouped = self._count / seconds * GROUPED_WAIT_MS / 1000 >= GROUPED_MIN
+        self._count, self._counted_s = 0, self._clock()
+        fetch_within(consumer, *((GROUPED_WAIT_MS, GROUPED_BYTES) if grouped else self._single))
 
 
 async def stop_consumer(consumer: AIOKafkaConsumer) -> None:

@@ -6,7 +6,7 @@ twice. Here nothing holds the loop, and the crossings cost more than the fetch.
 Faust also makes four tasks to hand one record on. A batch then takes so long that aiokafka, which waits 0.1 s for what it
 has prefetched to be taken, asks the broker for the other partitions alone and gets no more of this one until that request
 returns: 1.5 s, by Faust's setting. So records are handed on directly here, and no request waits longer than
-`FETCH_WAIT_MS`. They go to the queue of the one topic that is read, as they are: Faust's conductor, events, streams and sensors
+`FETCH_WAIT_MS`; where they come by hundreds a second, several are fetched at once (`infra.kafka.GroupedFetch`). They go to the queue of the one topic that is read, as they are: Faust's conductor, events, streams and sensors
 would take a tenth of a request's time, and nobody reads what they make of it.
 """
 
@@ -20,6 +20,8 @@ from typing import Any
 from faust.transport.drivers.aiokafka import AIOKafkaConsumerThread, Consumer, Transport
 from faust.types import TP
 from mode.utils.futures import maybe_async
+
+from infra.kafka import GroupedFetch
 
 FETCH_WAIT_MS = 250
 POLL_S = 1.0
@@ -88,6 +90,7 @@ class OneLoopConsumer(Consumer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._grouped = GroupedFetch(FETCH_WAIT_MS)
         self._places: dict[Any, tuple[TP, Callable[[], None], Callable[[], None]]] = {}
 
     def _new_consumer_thread(self) -> Any:
@@ -107,6 +110,7 @@ class OneLoopConsumer(Consumer):  # type: ignore[misc]
                 await self.sleep(PAUSED_LOOK_S)
             return {}, active
         records = await self._getmany(active_partitions=set(active), timeout=timeout)
+        self._grouped.heard(self._thread._consumer, sum(map(len, records.values())))  # noqa: SLF001
         return records, active
 
     def on_buffer_drop(self, tp: Any) -> None:

@@ -5,11 +5,24 @@ from __future__ import annotations
 import asyncio
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from aiokafka import AIOKafkaConsumer
 from aiokafka.partitioner import DefaultPartitioner
 
-from infra.kafka import connection, make_consumer, make_producer, partition_for, partitions_of
+from infra.kafka import (
+    GROUPED_BYTES,
+    GROUPED_WAIT_MS,
+    RATE_OVER_S,
+    GroupedFetch,
+    connection,
+    make_consumer,
+    make_producer,
+    partition_for,
+    partitions_of,
+)
 from infra.settings import KafkaSettings, SettingsError
 from infra.topics import ensure
 from schemas.topics import TopicSpec
@@ -48,6 +61,27 @@ def test_a_file_that_is_missing_or_holds_junk_is_named(tmp_path: Path):
             settings = KafkaSettings("a:1", "SSL", **{field: str(path)})
             with pytest.raises(SettingsError, match=f"{variable}.*{told}"):
                 connection(settings)
+
+
+def test_only_records_that_come_fast_are_fetched_in_groups():
+    now_s = 0.0
+    fetcher = SimpleNamespace(_fetch_max_wait_ms=250, _fetch_min_bytes=1)
+    consumer = cast("AIOKafkaConsumer", SimpleNamespace(_fetcher=fetcher))
+    grouped = GroupedFetch(250, lambda: now_s)
+
+    def asked_for(rate_per_s: float) -> tuple[int, int]:
+        """How it fetches when so many a second have come for a while, one reading in 10 ms."""
+        nonlocal now_s
+        for step in range(round(2 * RATE_OVER_S * 100)):
+            now_s += 0.01
+            grouped.heard(consumer, int((step + 1) * rate_per_s / 100) - int(step * rate_per_s / 100))
+        return fetcher._fetch_max_wait_ms, fetcher._fetch_min_bytes
+
+    assert asked_for(100) == (250, 1)
+    assert asked_for(500) == (GROUPED_WAIT_MS, GROUPED_BYTES)
+    assert asked_for(0) == (250, 1)
+    grouped.heard(consumer, 40)
+    assert fetcher._fetch_min_bytes == 1, "one group that came at once is no stream"
 
 
 async def test_a_pattern_finds_topics_that_come_later(kafka: KafkaSettings):
