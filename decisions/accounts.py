@@ -36,6 +36,8 @@ from schemas.events import (
 from schemas.quick import quick
 from schemas.topics import HOUR_MS, requests_topic
 
+ANY_TIER = ""
+"""Of an ending: the tier that has the request open."""
 LAPSE_MS = 2 * HOUR_MS
 """So long after it must have ended a request's stream is no longer in `tokens` (its retention), so nobody can tell its ending any more."""
 RECALLED_RECORDS = 10_000
@@ -181,7 +183,7 @@ class Accounts:
                 self._rejected(offset, event)
             case InferenceStarted() if event.tier == self._tier:
                 self._begun(offset, event)
-            case InferenceCompleted() | InferenceFailed() if event.tier == self._tier:
+            case InferenceCompleted() | InferenceFailed() if event.tier in (self._tier, ANY_TIER):
                 self._ended(offset, event)
                 if isinstance(event, InferenceFailed):
                     self.keys.failed(event.tenant, event.request_id, event.reason)
@@ -257,7 +259,9 @@ class Accounts:
             self._unsaved.add(event.tenant)
 
     def _ended(self, offset: int, event: InferenceCompleted | InferenceFailed) -> None:
-        """Of this tier alone: the same id may be asked on another, and what ends there was charged there."""
+        """Of this tier alone: the same id may be asked on another, and what ends there was charged there. A cancel that came by the topic of a
+        tier that doesn't know the request names none.
+        """
         tenant, key = self._tenants.get(event.tenant), (event.tenant, event.request_id)
         opened = tenant.open.pop(event.request_id, None) if tenant is not None and offset >= tenant.through else None
         if tenant is not None and opened is not None:

@@ -62,7 +62,9 @@ def reply_refusal(grant: Grant, world: World) -> Refusal | None:
 
 
 def check_grant(case: Case, world: World) -> Case | Refusal:
-    """The grant is in force: not expired by the record's own time, its tenant active, its key not revoked, its tier open."""
+    """The grant is in force: not expired by the record's own time, its tenant active, its tier open; its key not revoked, now, whenever the
+    record was written.
+    """
     if (refusal := grant_refusal(case.grant, case.tier, case.requested_ms, world)) is not None:
         return refusal
     tenant = world.tenant(case.grant.tenant)
@@ -82,7 +84,7 @@ def grant_refusal(grant: Grant, tier: str, now_ms: int, world: World) -> Refusal
     key = next((key for key in tenant.keys if key.key_id == grant.key_id), None)
     if key is None:
         return Refusal(Reason.INVALID_GRANT, "the tenant has no such key any more", "grant")
-    if key.revoked_ms is not None and key.revoked_ms <= now_ms:
+    if key.revoked_ms is not None:
         return Refusal(Reason.INVALID_GRANT, "the key is revoked", "grant")
     if tier not in grant.tiers or tier not in key.tiers:
         return _tier_refusal(tier)

@@ -21,6 +21,8 @@ from schemas.topics import work_topic
 
 MESSAGE_CHARS_MAX = 1_000
 """A refusal may quote the caller; no more than this of it travels."""
+CANCEL = "cancel"
+"""The source of the ending that a cancel is."""
 
 
 def scheduled(case: Case) -> InferenceScheduled:
@@ -118,7 +120,10 @@ def rejected(case: Case, refusal: Refusal) -> InferenceRejected:
 
 
 def cancelled(event: InferenceCancelled, grant: Grant, tier: str) -> tuple[InferenceFailed, InferenceCancelled]:
-    """The ending for the reply partition, and the word for all workers. Both carry the tenant, for readers to compare with the request's."""
+    """The ending for the reply partition, and the word for all workers. Both carry the tenant, for readers to compare with the request's.
+
+    `tier` is empty if it isn't known: whoever has the request open takes it for its own.
+    """
     ending = InferenceFailed(
         request_id=event.request_id,
         tenant=grant.tenant,
@@ -127,7 +132,7 @@ def cancelled(event: InferenceCancelled, grant: Grant, tier: str) -> tuple[Infer
         tier=tier,
         reason=Reason.CANCELLED.value,
         message=Reason.CANCELLED.text,
-        source="cancel",
+        source=CANCEL,
     )
     return ending, InferenceCancelled(event.request_id, grant.tenant)
 

@@ -169,7 +169,7 @@ def choose(waiting: Sequence[Waiting], running: Sequence[Waiting], room: Room | 
     the slots that it takes, or with its first one if its owner has none here.
 
     The first tier in the order of `TIERS` that waits at all; of its records, the first by `Standing`; of those, one of the tenant that
-    has the fewest slots here; of those, the one with the earliest deadline, then the one taken first.
+    has the fewest slots here in that tier; of those, the one with the earliest deadline, then the one taken first.
 
     A suspect begins when nothing else runs, and while it runs nothing else begins. Once it is its turn it holds the others back until
     what runs has ended. Records of a higher tier go before it, but only so many (`PASSED_MAX`): so none waits for ever.
@@ -179,12 +179,12 @@ def choose(waiting: Sequence[Waiting], running: Sequence[Waiting], room: Room | 
     fits = _fits(waiting, running, room)
     if not fits:
         return None
-    shares = _slots((record.tenant, record) for record in running) if len(fits) > 1 else Counter[str]()
+    shares = _slots((_owner(record), record) for record in running) if len(fits) > 1 else Counter[Owner]()
 
     def rank(index: int) -> tuple[int, Standing, int, int, int]:
         record = waiting[index]
         tier = TIERS.index(record.tier) if record.tier in TIERS else len(TIERS)
-        return tier, record.standing, shares[record.tenant], record.deadline_ms, record.taken
+        return tier, record.standing, shares[_owner(record)], record.deadline_ms, record.taken
 
     best = min(fits, key=rank) if len(fits) > 1 else fits[0]
     suspects = [index for index in fits if waiting[index].standing is Standing.SUSPECT]
@@ -201,25 +201,30 @@ def _fits(waiting: Sequence[Waiting], running: Sequence[Waiting], room: Room | N
     full = max(room.used, len(running)) >= room.slots
     if not (full or room.guaranteed) and all(record.tier == INTERACTIVE for record in waiting):
         return range(len(waiting))  # which takes no counting
-    in_use = _slots(((record.tier, record.tenant), record) for record in running)
+    in_use = _slots((_owner(record), record) for record in running)
     others = sum(record.slots for record in running if record.tier != INTERACTIVE)
     left = room.slots - room.interactive - others
     may = dict[tuple[Owner, int], bool]()
 
     def fits(record: Waiting) -> bool:
         if full:
-            return record.tier == INTERACTIVE and not in_use[record.tier, record.tenant]
+            return record.tier == INTERACTIVE and not in_use[_owner(record)]
         if record.standing is not Standing.FRESH:
             return True
         if record.tier != INTERACTIVE and left < (record.slots if others else 1):
             return False
-        owner = record.tier, record.tenant
+        owner = _owner(record)
         wanted = record.slots if in_use[owner] else 1
         if (owner, wanted) not in may:
             may[owner, wanted] = not room.guaranteed or has_room(room.slots, room.guaranteed, in_use, owner, wanted)
         return may[owner, wanted]
 
     return [index for index, record in enumerate(waiting) if fits(record)]
+
+
+def _owner(record: Waiting) -> Owner:
+    """Who shares with others of the tier."""
+    return record.tier, record.tenant
 
 
 def _slots(records: Iterable[tuple[T, Waiting]]) -> Counter[T]:

@@ -22,6 +22,7 @@ from aiokafka.errors import KafkaError
 
 from decisions.accounts import Accounts
 from decisions.ledger_rows import Row
+from decisions.verdicts import CANCEL
 from infra.kafka import Batching, make_consumer, stop_consumer
 from infra.log import EventDecoder, EventProducer
 from infra.read import read_to_end
@@ -51,6 +52,7 @@ RETRY_S = 1.0
 LEASE_LOOK_S = 0.1
 
 T = TypeVar("T")
+_CANCEL = CANCEL.encode()
 
 log = structlog.get_logger("streams.accounts")
 
@@ -279,7 +281,7 @@ class Ledgers:
         held = self._held.get(partition)
         for record in records:
             event: Event | None = self._wrote.pop(record.value, None)
-            if event is None and self._names_tier in (record.value or b""):  # no ledger holds anything of another's
+            if event is None and self._may_count(record.value or b""):
                 event = await self._decoder.decode_or_pass_over(record)
             if held is None or self._held.get(partition) is not held:
                 return
@@ -291,6 +293,10 @@ class Ledgers:
         if held is not None:
             news, held.news = held.news, asyncio.Event()
             news.set()
+
+    def _may_count(self, value: bytes) -> bool:
+        """No ledger holds anything of another tier's; of which tier a cancel is may not be said."""
+        return self._names_tier in value or _CANCEL in value
 
     async def _close(self) -> None:
         consumer, self._consumer = self._consumer, None

@@ -19,7 +19,7 @@ from aiokafka.partitioner import DefaultPartitioner
 
 from decisions import admission as rules
 from decisions import cases, verdicts
-from decisions.accounts import Accounts, Standing, Verdict, is_void
+from decisions.accounts import ANY_TIER, Accounts, Standing, Verdict, is_void
 from decisions.cache import Entry, stream
 from decisions.cases import Case, Refusal
 from decisions.idempotency import KeyStanding, conflict, keyed
@@ -484,19 +484,22 @@ class Admission:
         refusal = rules.cancel_refusal(event, grant, self._settings.tier, record.timestamp)
         if refusal is not None:
             return await self._bury(record, refusal.reason, refusal.message)
+        held = self._turnstile.holds(grant.tenant, event.request_id) is not None
         await self._decided(grant.tenant, event.request_id)
-        ending, word = verdicts.cancelled(event, grant, self._settings.tier)
+        reply = await self._reply_of(record, grant, event)
+        tier = self._settings.tier if held or reply is not None else ANY_TIER
+        ending, word = verdicts.cancelled(event, grant, tier)
         records = [
-            reply_to(await self._reply_of(record, grant, event), ending, ending.request_id),
+            reply_to(reply or grant.reply, ending, ending.request_id),
             Outgoing(CONTROL, word, word.request_id),
         ]
         await deliver(self._producer, records, child(record.headers))
         return None
 
-    async def _reply_of(self, record: Record, grant: Grant, event: InferenceCancelled) -> Reply:
-        """Where the stream is that a cancel ends: where the request's own grant said, as far as is known."""
+    async def _reply_of(self, record: Record, grant: Grant, event: InferenceCancelled) -> Reply | None:
+        """Where the stream is that a cancel ends: where the request's own grant said, if this tier knows the request."""
         accounts = await self._ledgers.of(record.partition)
-        return (accounts.reply_of(grant.tenant, event.request_id) if accounts is not None else None) or grant.reply
+        return accounts.reply_of(grant.tenant, event.request_id) if accounts is not None else None
 
     async def _refuse_fault(self, intake: Intake, grant: Grant, fault: HeadraceError) -> None:
         """A record that is no event: its writer is told where his grant allows, and what nobody can tell apart is kept."""

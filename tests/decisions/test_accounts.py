@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from decisions import accounts as rules
-from decisions.accounts import LAPSE_MS, RECALLED_RECORDS, SAVED_AGAIN_MS, TOLD_MAX, Accounts, Standing
+from decisions.accounts import ANY_TIER, LAPSE_MS, RECALLED_RECORDS, SAVED_AGAIN_MS, TOLD_MAX, Accounts, Standing
 from decisions.ledger import Cost, Unit, Window
 from decisions.quota import Exceeded, limits_for, reserve
 from schemas.events import InferenceAdmitted, LedgerSaved, Position
@@ -174,6 +174,13 @@ def test_nothing_of_other_tiers_counts() -> None:
     assert in_all(accounts) == RUNS
     tell(accounts, ending("r", 5, tier=BATCH))
     assert in_all(accounts) == RUNS
+
+
+def test_a_cancel_that_names_no_tier_ends_what_is_open_here() -> None:
+    accounts = told(admitted(R), ending("r", 0, tier=ANY_TIER))
+    assert in_all(accounts) == (0, 0, 1, 0)
+    accounts = told(ending("r", 0, tier=ANY_TIER), admitted(R))
+    assert in_all(accounts) == (0, 0, 1, 0), "also where its request is told after it"
 
 
 def test_records_of_other_kinds_only_move_on() -> None:

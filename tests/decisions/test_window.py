@@ -139,6 +139,8 @@ def running(**by_tenant: int) -> list[Waiting]:
         ([waiting("elsewhere"), waiting("shadow")], [], 1),
         ([waiting(tenant="a", deadline_ms=1), waiting(tenant="b", deadline_ms=9)], running(a=2, b=1), 1),
         ([waiting(deadline_ms=9), waiting(deadline_ms=1)], running(a=2), 1),
+        # What a tenant runs in another tier is no part of its share in this one.
+        ([waiting(tenant="a", deadline_ms=1), waiting(tenant="b", deadline_ms=9)], [waiting("batch", "a")] * 9, 0),
         ([waiting(taken=2), waiting(taken=1)], [], 1),
         ([waiting("interactive", "a"), waiting("batch", "b")], running(a=100), 0),
         ([waiting(tenant="b"), waiting(tenant="a", standing=BEGUN)], running(a=100), 1),
