@@ -8,6 +8,7 @@ put in its place in the list.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from decisions import cache, capacity, placement, quota, waiting
@@ -227,7 +228,9 @@ def check_wait(case: Case, world: World) -> Case | Refusal:
     if (left := _reserved_left(case, world)) > 0:
         return case.noting("wait", PASSED, f"{left} of the slots reserved for the tenant are free")
     depth = version.max_queue_depth.get(case.tier)
-    if depth is not None and seen.wait_ms != 0 and seen.waiting >= depth:
+    if depth is not None and not seen.ready:  # nobody tells what is finished in the log, but ledgers know what waits
+        seen = replace(seen, waiting=case.ahead + world.queued(version.model, version.version))
+    if depth is not None and not (seen.ready and seen.wait_ms == 0) and seen.waiting >= depth:
         return Refusal(
             Reason.OVERLOADED,
             f"{seen.waiting} requests wait for the model `{version.model}` already, and no more than {depth} may. Try again later.",

@@ -80,6 +80,9 @@ class World(Protocol):
     def start_up_ms(self, model: str, version: str) -> int | None:
         """How long a worker of a version took to be ready, the last time one did; None if none was seen."""
 
+    def queued(self, model: str, version: str) -> int:
+        """How many requests to a version were let in here, and no worker has begun."""
+
     def counters(self, partition: int, tenant: str) -> Counters:
         """What a tenant, whose requests are in this partition, has reserved and spent in this tier."""
 

@@ -51,6 +51,10 @@ class Queues:
         """How many of a tenant wait."""
         return len(self._waiting.get(pool, {}).get(tenant, ()))
 
+    def total(self, pool: str) -> int:
+        """How many wait at all."""
+        return sum(map(len, self._waiting.get(pool, {}).values()))
+
     def tenants(self, pool: str) -> Collection[str]:
         """Who waits at all."""
         return self._waiting.get(pool, {}).keys()

@@ -199,6 +199,10 @@ class Ledgers:
         """Who has requests in a pool's queue, of all partitions that are ours."""
         return {name for held in self._held.values() if held.ours for name in held.accounts.queues.tenants(pool)}
 
+    def queued(self, pool: str) -> int:
+        """How many requests are in a pool's queue, of all partitions that are ours."""
+        return sum(held.accounts.queues.total(pool) for held in self._held.values() if held.ours)
+
     def queueing_at_most(self, pool: str) -> int:
         """No fewer than `queueing` has, and sooner told."""
         return sum(len(held.accounts.queues.tenants(pool)) for held in self._held.values() if held.ours)

@@ -322,7 +322,9 @@ class FaustShell:
             watcher.revoked([partition for topic, partition in gone if topic == self._topic])
         # Whoever gets them next must find in the log what was decided here.
         if open_tasks := [task for task, partition in self._tasks.items() if partition in gone]:
-            await asyncio.wait(open_tasks, timeout=FINISH_S_MAX)
+            # What is let in while the lease holds counts even if the log has it after another has decided.
+            left_s = self._lease.left_s if self._lease is not None else 0.0
+            await asyncio.wait(open_tasks, timeout=max(FINISH_S_MAX, left_s))
 
     async def _on_assigned(self, _app: object, assigned: Iterable[Any], **_: object) -> None:
         self._assigned = {(tp.topic, tp.partition) for tp in assigned if tp.topic == self._topic}

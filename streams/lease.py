@@ -38,6 +38,11 @@ class Lease:
         """Whether it does now."""
         return self._now_ms() < self._proved_ms + self._sure_ms
 
+    @property
+    def left_s(self) -> float:
+        """How long what was let in by now may still come to count."""
+        return max(0.0, (self.until_ms - self._now_ms()) / 1000)
+
     def proved(self, since_ms: int | None = None) -> None:
         """The coordinator answered what was sent at that moment, or has just given partitions."""
         self._proved_ms = max(self._proved_ms, self._now_ms() if since_ms is None else since_ms)

@@ -148,6 +148,10 @@ class LiveWorld:
         accounts = self.ledgers.known(partition) if self.ledgers is not None else None
         return accounts.open_requests(tenant, pool_name(model, version)) if accounts is not None else 0
 
+    def queued(self, model: str, version: str) -> int:
+        """How many requests to a version wait in the partitions in which this process decides."""
+        return self.ledgers.queued(pool_name(model, version)) if self.ledgers is not None else 0
+
     def queueing(self, pool: str) -> set[str]:
         """The tenants in whose partitions this process decides, and that have requests there which no worker has begun."""
         return self.ledgers.queueing(pool) if self.ledgers is not None else set()

@@ -33,6 +33,13 @@ FAILED = InferenceFailed("r1", "acme", "m", "v1", "interactive", "cancelled", ""
 REJECTED = InferenceRejected("r1", "acme", "m", "interactive", "payload_too_large", "", source=ADMITTED.source)
 
 
+def test_a_pool_has_all_that_wait_for_it() -> None:
+    queues = Queues()
+    for pool, tenant, name in ((POOL, "a", "1"), (POOL, "a", "2"), (POOL, "b", "3"), ("other v1", "a", "4")):
+        queues.add(pool, tenant, name)
+    assert (queues.total(POOL), queues.total("nobody v1")) == (3, 0)
+
+
 def test_who_was_added_twice_waits_once_and_who_is_not_there_can_be_removed() -> None:
     queues = Queues()
     queues.add(POOL, "acme", "r1")

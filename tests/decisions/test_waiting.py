@@ -128,6 +128,16 @@ def test_a_queue_has_its_depth_by_tier() -> None:
     assert isinstance(checked(world(4), 100_000, max_queue_depth={"batch": 1}), Case)
 
 
+@pytest.mark.parametrize("workers", [[], [worker("b", {}, state="starting", started_ms=NOW - 90_000)]])
+def test_a_queue_has_its_depth_where_no_worker_is_ready(workers: list[Seen]) -> None:
+    depth = {"interactive": 3}
+    assert isinstance(checked(FakeWorld(seen=workers, waits=2), 100_000, max_queue_depth=depth), Case)
+    refusal = checked(FakeWorld(seen=workers, waits=3, start_up=1_000), 100_000, max_queue_depth=depth)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.param) == (Reason.OVERLOADED, "model")
+    assert isinstance(checked(FakeWorld(seen=workers, waits=9), 100_000, max_queue_depth={"batch": 1}), Case)
+
+
 def test_a_pool_of_another_tier_is_nobodys_worker_here() -> None:
     idle = worker("b", {}, slots=8, tiers=("batch",))
     alone = checked(FakeWorld(seen=[idle], start_up=60_000))

@@ -84,6 +84,12 @@ class FakeWorld:
     under_way: dict[str, int] = field(default_factory=dict)
     """By tenant, the requests that are admitted and haven't ended."""
 
+    waits: int = 0
+    """Requests that were let in and no worker has begun."""
+
+    def queued(self, _model: str, _version: str) -> int:
+        return self.waits
+
     def start_up_ms(self, _model: str, _version: str) -> int | None:
         return self.start_up
 

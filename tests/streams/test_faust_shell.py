@@ -20,6 +20,7 @@ from schemas.errors import HeadraceError
 from schemas.topics import TopicSpec
 from streams.faust_shell import FaustShell, InOrderAcks, Record
 from streams.faust_transport import Message
+from streams.lease import Lease
 
 WAIT_S = 40.0
 
@@ -114,6 +115,25 @@ async def test_what_waits_for_a_slot_when_its_partition_goes_is_not_acked(tmp_pa
     async with taking(shell, queued(range(3, 5))):
         pass
     assert acked == [3, 4]
+
+
+async def test_a_partition_goes_only_when_what_was_let_in_there_is_told_or_void(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streams.faust_shell.FINISH_S_MAX", 0.0)
+    gate = asyncio.Event()
+
+    async def handle(_record: Record) -> None:
+        await gate.wait()
+
+    lease = Lease(1_000)
+    shell = FaustShell(AdmissionSettings(data_dir=tmp_path), "t", "t", handle, open_max=1, lease=lease)
+    shell._app = Faust([])
+    async with taking(shell, queued(range(1))):
+        lease.proved()
+        await shell._on_revoked(None, [SimpleNamespace(topic="t", partition=0)])
+        assert not lease.left_s
+        gate.set()
 
 
 async def test_what_was_read_before_a_rebalance_is_not_taken(tmp_path: Path) -> None:

@@ -103,15 +103,22 @@ class ByRecord(Way):
     def close(self) -> None:
         """Nothing is open."""
 
-    async def _send(self, event: InferenceRequested | InferenceCancelled) -> None:
+    async def _send(self, event: InferenceRequested | InferenceCancelled, tier: str = "interactive") -> None:
         given = json.loads(self.stack.command("tenants", "grant", self.name, "--json").stdout)
         producer = EventProducer(self.stack.kafka, "cancel-tests")
         await producer.start()
         try:
             headers = [(GRANT_HEADER, given["grant"].encode())]
-            await producer.send_and_wait(requests_topic("interactive"), event, key=self.name, headers=headers)
+            await producer.send_and_wait(requests_topic(tier), event, key=self.name, headers=headers)
         finally:
             await producer.stop()
+
+
+class ByAnotherTiersRecord(ByRecord):
+    """A direct producer that cancels on the other tier's topic, whose admission knows nothing of the request."""
+
+    def cancel(self, mark: str, request_id: str) -> None:
+        self.stack.thread.run(self._send(InferenceCancelled(request_id, self.name), "batch"))
 
 
 @contextmanager
@@ -149,7 +156,7 @@ def until(stack: RunningStack, audit: Audit, mark: str, what: str) -> tuple[str,
     return known
 
 
-@pytest.mark.parametrize("kind", [ByHttp, OnASocket, ByRecord], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [ByHttp, OnASocket, ByRecord, ByAnotherTiersRecord], ids=lambda kind: kind.__name__)
 def test_what_runs_stops_and_what_is_queued_never_runs(stack: RunningStack, narrow: str, kind: type[Way]) -> None:
     name = f"canceller-{kind.__name__.lower()}"
     stack.keys[name] = tenant(stack, name, Quota("interactive", concurrent_requests=2))

@@ -24,7 +24,7 @@ from tests.system.running import RunningStack, script
 from tests.system.test_quotas import GIVEN_BACK_S, served_soon, tenant, told
 
 pytestmark = pytest.mark.timeout(180)
-BRIEF, ABSENT, OCCUPIED, EMPTIED = "brief", "absent", "occupied", "emptied"
+BRIEF, ABSENT, OCCUPIED, EMPTIED, SHALLOW = "brief", "absent", "occupied", "emptied", "shallow"
 LIMIT_MS = 1_500
 LATE = (504, "deadline_exceeded")
 
@@ -74,12 +74,17 @@ def ended_by_the_clock(stack: RunningStack, audit: Audit) -> Story:
     ((request_id, story),) = audit.settled().items()
     assert story.admitted is not None
     assert story.endings[0] == ("failed", "deadline_exceeded", 0)
-    assert stack.events(request_id, "GenerationStarted") == []
+    assert never_ran(stack, story)
     (ending,) = stack.events(request_id, "InferenceFailed", LIFECYCLE)
     assert isinstance(ending.event, InferenceFailed)
     assert ending.event.source == "timer"
     assert ending.timestamp_ms >= story.admitted.deadline_ms
     return story
+
+
+def never_ran(stack: RunningStack, story: Story) -> bool:
+    assert story.admitted is not None
+    return not stack.events(story.admitted.request_id, "GenerationStarted")
 
 
 @STREAMED
@@ -130,7 +135,7 @@ def test_a_pool_at_zero_takes_what_outlives_a_start_and_no_more(stack: RunningSt
     assert int(refused.headers["retry-after"]) >= 1
     audit = Audit(stack)
     assert heard(ask(stack, EMPTIED, "hello", name, timeout=report.start_up_ms / 1_000 + 1)) == LATE
-    ended_by_the_clock(stack, audit)
+    late = ended_by_the_clock(stack, audit)
     assert_given_back(stack, name)
 
     with ThreadPoolExecutor(1) as pool:
@@ -139,7 +144,20 @@ def test_a_pool_at_zero_takes_what_outlives_a_start_and_no_more(stack: RunningSt
         stack.until(lambda: waiting.done() or any(story.admitted for story in audit.stories().values()))
         with worker(stack, "emptied-b", EMPTIED):
             assert waiting.result().texts == {0: "at last"}
+    assert never_ran(stack, late), "nor when a worker comes"
     assert_given_back(stack, name)
+
+
+def test_a_queue_is_no_deeper_than_it_may_be_where_nobody_serves_it(stack: RunningStack) -> None:
+    name, audit = limited(stack, "one-too-many"), Audit(stack)
+    register(stack, ModelEntry(SHALLOW, "1", "scripted", "scripted", 4096, slots=1, max_queue_depth={"interactive": 1}))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ask, stack, SHALLOW, "hello", "acme", timeout=8)
+        stack.until(lambda: waiting.done() or any(story.admitted for story in audit.stories().values()))
+        refused = stack.http(name).post("/v1/completions", json=body_of(COMPLETIONS, "hello", SHALLOW, timeout=60))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (httpx.codes.SERVICE_UNAVAILABLE, "overloaded")
+        assert heard(waiting.result()) == LATE
+    assert usage_of(stack, name)["requests"] == 0
 
 
 @STREAMED
@@ -155,9 +173,10 @@ def test_a_call_behind_a_busy_worker_hears_at_its_deadline_and_never_runs(stack:
         next(line for line in lines if "busy" in line)
         audit = Audit(stack)
         assert heard(ask(stack, model, "hello", "acme", stream=stream, timeout=1)) == LATE
-        ended_by_the_clock(stack, audit)
+        late = ended_by_the_clock(stack, audit)
         running.close()
         assert ask(stack, model, "hello", "acme").texts == {0: "hello"}
+        assert never_ran(stack, late)
 
 
 @STREAMED
@@ -171,11 +190,12 @@ def test_the_clock_answers_for_a_worker_that_does_not(stack: RunningStack, brief
     stack.pause(brief)
     try:
         assert heard(ask(stack, brief, "hello", name, stream=stream, timeout=1)) == LATE
-        ended_by_the_clock(stack, audit)
+        late = ended_by_the_clock(stack, audit)
         assert_given_back(stack, name)
     finally:
         stack.resume(brief)
     assert call(stack, COMPLETIONS, body_of(COMPLETIONS, "hello", brief)).texts == {0: "hello"}
+    assert never_ran(stack, late), "nor once the worker goes on"
 
 
 def test_an_answer_without_end_is_ended_and_its_slot_is_free_again(stack: RunningStack, brief: str) -> None:
