@@ -16,8 +16,10 @@ import sys
 import time
 from dataclasses import dataclass, replace
 
+import httpx
 import psutil
 from aiokafka import AIOKafkaConsumer, TopicPartition
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench.load import percentile
 from bench.rows import Row, conditions, quantile_rows, row, show
@@ -45,6 +47,7 @@ WORK = work_topic(MODEL, VERSION, INTERACTIVE)
 COPIES = "copies"
 ADMISSION, SECOND = f"admission-{INTERACTIVE}", f"admission-{INTERACTIVE}-2"
 TENANTS = 20
+STEPS = "headrace_admission_seconds"
 CACHE = CacheEntry(ttl_s=600)
 SLOTS = 8_192
 """So many that no tenant waits for its turn, though no worker begins anything."""
@@ -84,6 +87,7 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
             for name in ("endings", "lifecycle", "bridge", "admission-batch"):
                 await stack.supervisor.stop(name)
             ours = await load.measure((ADMISSION,), requests_topic(INTERACTIVE), WORK)
+            steps = await _steps_us(f"http://127.0.0.1:{stack.ops_ports[ADMISSION]}/metrics")
             await stack.supervisor.start(stack.admission_spec(SECOND, INTERACTIVE))
             shared = await load.at_max((ADMISSION, SECOND), WORK)
             for name in (ADMISSION, SECOND):
@@ -95,6 +99,7 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
         finally:
             await producer.stop()
     show(_rows(ours, theirs, shared), as_json=as_json, title=f"One admission process, everything on ({before})")
+    _tell_where_it_goes(ours, theirs, steps)
     p99_ms = percentile(ours.waits_ms, 0.99)
     met = ours.per_core >= AIM_PER_S and p99_ms <= AIM_P99_MS
     console(stderr=True).print(
@@ -112,6 +117,32 @@ def _rows(ours: Found, theirs: Found, shared: tuple[float, float]) -> list[Row]:
     ]
     rows += quantile_rows("latency", f"{RATE_PER_S}/s", ours.waits_ms, PEER, theirs.waits_ms)
     return rows
+
+
+def _tell_where_it_goes(ours: Found, theirs: Found, steps_us: dict[str, float]) -> None:
+    """Of the process's time a request at most, the steps that it measures itself, and what Kafka's client takes."""
+    whole_us, client_us = 1e6 / ours.per_core, 1e6 / theirs.per_core
+    rest_us = whole_us - client_us - sum(steps_us.values())
+    parts = ", ".join(f"{name} {value:.0f}" for name, value in steps_us.items())
+    console(stderr=True).print(
+        f"where {whole_us:.0f} us a request go: {parts}, Kafka's client as in the relay {client_us:.0f}, the rest (decoding, the ledger, encoding) "
+        f"{rest_us:.0f}; it has one thread, and keeps {ours.per_s / ours.per_core:.2f} of a core busy at most"
+    )
+
+
+async def _steps_us(url: str) -> dict[str, float]:
+    """By step, the microseconds that a process spent in it for each request, on the average, by its metrics."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        text = (await client.get(url)).raise_for_status().text
+    sums: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == f"{STEPS}_sum":
+                sums[sample.labels["check"]] = sample.value
+            elif sample.name == f"{STEPS}_count":
+                counts[sample.labels["check"]] = sample.value
+    return {step: seconds / counts[step] * 1e6 for step, seconds in sums.items() if counts.get(step)}
 
 
 async def _grants(kafka: KafkaSettings, secret: str) -> list[tuple[str, bytes]]:

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
-from bench.admission import PEER, QUOTA, TENANTS, Found, Load, _grants, _rows
+from bench.admission import PEER, QUOTA, TENANTS, Found, Load, _grants, _rows, _steps_us
 from cli.registry import read_tenants
+from infra import metrics
 from infra.grants import read
 from infra.log import EventProducer
+from infra.ports import free_port
 from infra.settings import KafkaSettings
 from infra.supervisor import ChildSpec, Supervisor
+from infra.telemetry import OpsServer
 from infra.topics import ensure
 from schemas.errors import HeadraceError
 from schemas.topics import HOUR_MS, TopicSpec
@@ -98,3 +101,15 @@ class Redirected(Load):
             await super()._one(number)
         finally:
             self._producer.send = send  # type: ignore[method-assign]
+
+
+async def test_what_a_request_costs_in_each_step_is_read_of_the_process() -> None:
+    step, unused = secrets.token_hex(4), secrets.token_hex(4)
+    metrics.of(metrics.ADMISSION_SECONDS, unused)
+    for seconds in (40e-6, 60e-6):
+        metrics.of(metrics.ADMISSION_SECONDS, step).observe(seconds)
+    port = free_port()
+    async with OpsServer(port, lambda: None):
+        found = await _steps_us(f"http://127.0.0.1:{port}/metrics")
+    assert found[step] == pytest.approx(50)
+    assert unused not in found
