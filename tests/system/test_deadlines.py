@@ -27,6 +27,8 @@ pytestmark = pytest.mark.timeout(180)
 BRIEF, ABSENT, OCCUPIED, EMPTIED, SHALLOW = "brief", "absent", "occupied", "emptied", "shallow"
 LIMIT_MS = 1_500
 LATE = (504, "deadline_exceeded")
+TOLD_MS_MAX = 5_000
+"""After a deadline: far sooner than anything else that would end a call here, on however busy a machine."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def ended_by_the_clock(stack: RunningStack, audit: Audit) -> Story:
     (ending,) = stack.events(request_id, "InferenceFailed", LIFECYCLE)
     assert isinstance(ending.event, InferenceFailed)
     assert ending.event.source == "timer"
-    assert ending.timestamp_ms >= story.admitted.deadline_ms
+    assert 0 <= ending.timestamp_ms - story.admitted.deadline_ms < TOLD_MS_MAX
     return story
 
 

@@ -31,6 +31,7 @@ from tests.system.fixtures_small import BRAIN, EVERYTHING, MAGIKA, MINILM, Small
 from tests.system.running import RunningStack
 from tests.system.small_calls import JSON, KSERVE_GRPC, KSERVE_REST, KSERVES, TRITONS, Ask, asked, kserves
 from tests.system.small_door import async_door, door, tensor
+from tests.system.test_cache import metric
 from text.tokenizer import load_tokenizer
 from workers.engines.arrays import DTYPES
 
@@ -172,14 +173,25 @@ def test_openais_client_gets_the_values_of_onnx_runtime(
 
 
 def test_whatever_shares_their_batch(stack: RunningStack, small: SmallModels, vectors: Any) -> None:
+    """Each call has a text of its own beside the known one, or the response cache would answer."""
+
     def embed(number: int) -> float:
         index = number % len(TEXTS)
-        ask = Ask(MINILM, {"text": ("BYTES", texts_of(TEXTS[index : index + 1]))}, ["embedding"])
+        ask = Ask(MINILM, {"text": ("BYTES", texts_of((TEXTS[index], f"beside {number}")))}, ["embedding"])
         found = asked(small, stack.keys["acme"], TRITONS[number % len(TRITONS)], ask)
         return float(np.abs(found["embedding"][0] - vectors[index]).max())
 
+    def rows() -> tuple[float, float]:
+        """By request, the rows of the runs that they were part of, and the requests."""
+        sum_of, count = (metric(stack, f"{MINILM}-a", f"headrace_batch_rows_{what}") for what in ("sum", "count"))
+        return sum_of, count
+
+    before = rows()
     with ThreadPoolExecutor(12) as callers:
         assert max(callers.map(embed, range(48))) < TOLERANCE
+    after = rows()
+    assert after[1] - before[1] == 48
+    assert after[0] - before[0] > 2 * 48, "some had others in their run"
 
 
 @pytest.mark.parametrize("client", [*TRITONS[::2], JSON])
@@ -195,6 +207,18 @@ def test_every_datatype_and_rank_comes_back_to_kserves_clients(
     kserve: dict[tuple[str, str], dict[str, Any]], how: str
 ) -> None:
     check_same(ALL, kserve[how, EVERYTHING], exact=True)
+
+
+def test_the_command_line_embeds_and_classifies(
+    stack: RunningStack, small: SmallModels, vectors: Any, tmp_path: Path
+) -> None:
+    way = ("--url", small.url, "--key", stack.keys["acme"], "--json")
+    lines = stack.command("embed", MINILM, *TEXTS, *way).stdout.splitlines()
+    found = np.array([json.loads(line)["embedding"] for line in lines])
+    assert np.abs(found - vectors).max() < TOLERANCE
+    (program := tmp_path / "list.py").write_text(FILES[0])
+    (line,) = stack.command("classify", MAGIKA, str(program), *way).stdout.splitlines()
+    assert json.loads(line)["label"] == "python"
 
 
 async def test_the_demo_shows_an_embedding_and_a_classification(stack: RunningStack, small: SmallModels) -> None:
