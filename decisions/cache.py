@@ -79,6 +79,8 @@ VERSION_APART = frozenset(
         "cache_ttl_ms",
         "cache_bytes",
         "cache_hit_cost",
+        "batched",
+        "fixed_rows",
     }
 )
 """Fields of a version that change nothing in a whole answer."""

@@ -1,4 +1,4 @@
-"""Whether a request's tensors are what a version takes: names, datatypes, shapes and element counts, and the wishes for its outputs."""
+"""Whether a request's tensors are what a version takes: names, datatypes, shapes, element counts, rows and texts, and the wishes for its outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from decisions.problem import Problem
 from schemas import processors
 from schemas.events import InferenceRequested, ModelVersionRegistered, Tensor
-from schemas.tensors import NAME_CHARS_MAX, TENSORS_MAX, misfit
+from schemas.tensors import NAME_CHARS_MAX, TENSORS_MAX, misfit, not_text, unequal_rows
 from schemas.tensors import problem as tensor_problem
 
 EMBEDDING, TEXT_CLASSIFICATION, BYTES_CLASSIFICATION = processors.PROCESSORS
@@ -69,7 +69,7 @@ def problem(
         spec = specs.get(tensor.name)
         if spec is None:
             return Problem(_unknown("input", tensor.name, specs), f"inputs[{index}].name")
-        if (found := misfit(tensor, spec)) is not None:
+        if (found := misfit(tensor, spec) or _bytes_problem(version.processor, tensor)) is not None:
             return Problem(found, f"inputs[{index}]")
     given = {tensor.name: tensor for tensor in inputs}
     if (missing := _missing(version.processor, given, specs)) is not None:
@@ -78,7 +78,7 @@ def problem(
     for index, name in enumerate(outputs):
         if name not in known:
             return Problem(_unknown("output", name, known), f"outputs[{index}].name")
-    return _rows_problem(version.processor, given) or _wishes_problem(version.processor, parameters)
+    return _rows_problem(version, given) or _wishes_problem(version.processor, parameters)
 
 
 def unfit(request: InferenceRequested, version: ModelVersionRegistered) -> Problem | None:
@@ -107,13 +107,25 @@ def _missing(processor: str, given: Collection[str], specs: Collection[str]) -> 
     return f"the input `{missing[0]}` is missing" if missing else None
 
 
-def _rows_problem(processor: str, given: Mapping[str, Tensor]) -> Problem | None:
-    if processor not in PROCESSORS:
-        return None
+def _bytes_problem(processor: str, tensor: Tensor) -> str | None:
+    """Tokenizers and ONNX Runtime take elements of BYTES as text alone; one processor reads the bytes themselves."""
+    return None if processor == BYTES_CLASSIFICATION else not_text(tensor)
+
+
+def _rows_problem(version: ModelVersionRegistered, given: Mapping[str, Tensor]) -> Problem | None:
+    if version.processor in PROCESSORS:
+        return _items_problem(given, version.fixed_rows)
+    found = unequal_rows(list(given.values())) if version.batched else None
+    return None if found is None else Problem(found, "inputs")
+
+
+def _items_problem(given: Mapping[str, Tensor], fixed_rows: int) -> Problem | None:
     lengths = given.get(LENGTHS)
     rows = (lengths or next(iter(given.values()))).shape[0]
     if not 0 < rows <= BATCH_MAX:
         return Problem(f"{rows} items are given; from 1 to {BATCH_MAX} are taken", "inputs")
+    if fixed_rows and rows % fixed_rows:
+        return Problem(f"the model takes {fixed_rows} items at a time, and {rows} are given", "inputs")
     if lengths is None:
         return None
     counts = int32(lengths.data)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from infra.artifacts import PACKAGE_PREFIX
 from infra.onnx_args import parse_args
 from infra.onnx_signature import public_signature, read_signature
 from schemas.errors import HeadraceError
-from schemas.events import ModelVersionRegistered, TensorSpec
+from schemas.events import ModelVersionRegistered
 from schemas.processors import PROCESSORS, TEXT_PROCESSORS
 from schemas.reasons import Reason
 from schemas.topics import DAY_MS, HOUR_MS, TIERS, check_model, check_word
@@ -114,8 +114,7 @@ class ModelEntry:
         Of an ONNX model it reads the file, which takes a second or more. Raises HeadraceError if that doesn't fit the entry.
         """
         place = SCRIPTED if directory is None else str(directory)
-        inputs, outputs = self._signature(directory)
-        return ModelVersionRegistered(
+        version = ModelVersionRegistered(
             model=self.name,
             version=self.version,
             engine=self.engine,
@@ -136,24 +135,24 @@ class ModelEntry:
             created_ms=created_ms,
             digest=digest,
             processor=self.processor,
-            inputs=inputs,
-            outputs=outputs,
         )
+        return version if self.engine != ONNX or directory is None else self._with_signature(version, directory)
 
     def _tokenizer(self, place: str) -> str:
         if self.engine == ONNX:
             return place if self.processor in TEXT_PROCESSORS else ""
         return "bytes" if self.engine == SCRIPTED else place
 
-    def _signature(self, directory: Path | None) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
-        if self.engine != ONNX or directory is None:
-            return (), ()
+    def _with_signature(self, version: ModelVersionRegistered, directory: Path) -> ModelVersionRegistered:
+        """The event with what is read from its ONNX file."""
         try:
-            return public_signature(self.processor, read_signature(directory))
+            file = read_signature(directory)
+            inputs, outputs = public_signature(self.processor, file)
         except HeadraceError as error:
             raise HeadraceError(
                 error.reason, f"{self.name} version {self.version}: {error.message}", param=error.param
             ) from error
+        return replace(version, inputs=inputs, outputs=outputs, batched=file.batched, fixed_rows=file.fixed_rows)
 
 
 def default_models() -> tuple[ModelEntry, ...]:

@@ -67,6 +67,12 @@ class FileSignature:
     outputs: tuple[TensorSpec, ...]
     batched: bool
 
+    @property
+    def fixed_rows(self) -> int:
+        """How many rows the model always takes at once, or 0 if that may differ."""
+        extents = {spec.shape[0] for spec in self.inputs if spec.shape}
+        return extents.pop() if len(extents) == 1 and ANY not in extents else 0
+
 
 def of_session(session: Any) -> FileSignature:
     """Of an `onnxruntime.InferenceSession`. Raises HeadraceError for a type that the protocol has no datatype for."""

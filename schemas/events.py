@@ -491,7 +491,9 @@ class ModelVersionRegistered:
     says what one from there costs its tenant: a request, or `tokens` as if it had been generated.
 
     A tensor model has `inputs` and `outputs`, those that its callers see. Its `processor` makes the model's own tensors of them, and is empty
-    where they are the same.
+    where they are the same. `batched` says that the first dimension of all the file's own tensors counts rows, of which there may be any number, as
+    many in each; `fixed_rows` is how many rows the file always takes at once, 0 where that may differ. Versions that were registered before there
+    were these two have neither: what they would refuse is refused by the worker alone.
     """
 
     model: str
@@ -516,6 +518,8 @@ class ModelVersionRegistered:
     processor: str = ""
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
+    batched: bool = False
+    fixed_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,8 @@ refused, and nothing that goes through a tensor's rows goes on for ever where it
 STRINGS_MAX = 65_536
 """Elements of BYTES in a request's tensor: counting them, and making texts of them, goes through them one by one."""
 LENGTH_BYTES = 4
+ROWS_TOLD_MAX = 8
+"""Of so many tensors that differ in their number of rows each is named."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -83,6 +85,25 @@ def strings(tensor: Tensor) -> list[str]:
             text = f"`{tensor.name}`: element {index} isn't UTF-8 text"
             raise HeadraceError(Reason.INVALID_REQUEST, text, param=f"inputs.{tensor.name}") from None
     return found
+
+
+def not_text(tensor: Tensor) -> str | None:
+    """Why a BYTES tensor, whose data isn't cut, can't be read as texts, in words for the caller, or None. Of another datatype None."""
+    if tensor.datatype != BYTES or tensor.data.isascii():
+        return None
+    try:
+        strings(tensor)
+    except HeadraceError as error:
+        return error.message
+    return None
+
+
+def unequal_rows(tensors: Sequence[Tensor]) -> str | None:
+    """How tensors of one dimension or more differ in their first extent, the number of rows, in words for the caller, or None."""
+    if len(rows := {tensor.shape[0] for tensor in tensors}) <= 1:
+        return None
+    told = ", ".join(f"`{tensor.name}` {tensor.shape[0]}" for tensor in tensors[:ROWS_TOLD_MAX])
+    return f"the inputs differ in their number of rows, from {min(rows)} to {max(rows)}: {told}"
 
 
 def elements(shape: Sequence[int]) -> int:

@@ -89,6 +89,13 @@ def picking(folder: Path) -> Path:
     return write(folder, [node], [("x", "INT64", ("n", "w"))], [("y", "FP32", ("n", "w"))], initializer=[table])
 
 
+def pairing(folder: Path) -> Path:
+    """`y` is `a` + `b`, FP32 [n, 5], and `said` is `word`, BYTES [n]."""
+    nodes = [helper.make_node("Add", ["a", "b"], ["y"]), helper.make_node("Identity", ["word"], ["said"])]
+    inputs: list[Value] = [("a", "FP32", ("n", 5)), ("b", "FP32", ("n", 5)), ("word", "BYTES", ("n",))]
+    return write(folder, nodes, inputs, [("y", "FP32", ("n", 5)), ("said", "BYTES", ("n",))])
+
+
 def filling(folder: Path) -> Path:
     """`y` is as many bytes as `count` says, INT64 [1], each of them 7, UINT8 [count]."""
     seven = helper.make_tensor("value", TensorProto.UINT8, [1], [7])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from schemas.reasons import Reason
 from schemas.tensors import DATATYPES, pack, unpack
 
 SUM, FAILS, HANGS, RANKS, FILES = "tensor-sum", "tensor-fails", "tensor-hangs", "tensor-ranks", "tensor-files"
+ADD = "tensor-add"
+"""As `SUM`, and the rows of several callers are put together."""
 FAULT = "the model's own words: 3 times 4 is not 5"
 
 
@@ -39,6 +42,7 @@ def tensor_models(version: str) -> list[ModelVersionRegistered]:
     return [
         *(model(identity(kind), (spec("x", kind, -1, -1),), (spec("y", kind, -1, -1),)) for kind in DATATYPES),
         model(SUM, (spec("a", "FP32", -1, 3), spec("b", "FP32", -1, 3)), (spec("total", "FP32", -1, 3), spec("rows", "INT64", 1))),
+        replace(model(ADD, (spec("a", "FP32", -1, 3), spec("b", "FP32", -1, 3)), (spec("total", "FP32", -1, 3),)), batched=True),
         model(FAILS, *one),
         model(HANGS, *one),
         model(RANKS, (spec("scalar", "INT8"), spec("cube", "INT8", 2, -1, 2)), (spec("scalar", "INT8"), spec("cube", "INT8", 2, -1, 2))),
@@ -58,13 +62,11 @@ async def computed(request: InferenceRequested) -> tuple[Tensor, ...]:
 
 
 def _outputs(request: InferenceRequested, inputs: dict[str, Tensor]) -> list[Tensor]:
-    if request.model == SUM:
+    if request.model in (SUM, ADD):
         a, b = (np.frombuffer(inputs[name].data, "<f4") for name in "ab")
         rows = np.array([inputs["a"].shape[0]], "<i8")
-        return [
-            Tensor("rows", "INT64", (1,), rows.tobytes()),
-            Tensor("total", "FP32", inputs["a"].shape, (a + b).tobytes()),
-        ]
+        counted = [Tensor("rows", "INT64", (1,), rows.tobytes())] if request.model == SUM else []
+        return [*counted, Tensor("total", "FP32", inputs["a"].shape, (a + b).tobytes())]
     if request.model == FILES:
         kept = int(request.parameters.get("top_k", "2"))
         files = [[b"long" if len(file) > 3 else b"short", b"\xff any"][:kept] for file in unpack(inputs["bytes"].data)]

@@ -98,7 +98,7 @@ TYPED = [
     ("UINT64", "uint64_contents", [0, (1 << 64) - 1]),
     ("FP32", "fp32_contents", [0.5, float("-inf")]),
     ("FP64", "fp64_contents", [0.1, float("inf")]),
-    ("BYTES", "bytes_contents", [b"", b"\xff\x00a"]),
+    ("BYTES", "bytes_contents", [b"", "ä\0a".encode()]),
 ]
 
 
@@ -117,6 +117,7 @@ def test_typed_contents_are_answered_by_typed_contents(
         ("INT8", "int_contents", [1, 128]), ("UINT8", "uint_contents", [1, 256]), ("INT16", "int_contents", [1, 1 << 20]),
         ("INT8", "uint_contents", [1, 2]), ("FP16", "fp32_contents", [1, 2]), ("BF16", "fp32_contents", [1, 2]),
         ("INT32", "int_contents", [1, 2, 3]), ("FP32", "fp32_contents", []), ("WHAT", "fp32_contents", [1, 2]),
+        ("BYTES", "bytes_contents", [b"a", b"\xff\x00a"]),
     ],
 )  # fmt: skip
 def test_contents_that_do_not_fit_are_refused(

@@ -21,10 +21,10 @@ from bridge.inference import serving
 from bridge.inference.rest_requests import LENGTH_HEADER
 from decisions import validation
 from decisions.signature import input_problem
-from schemas.tensors import DATATYPES
+from schemas.tensors import DATATYPES, not_text
 from schemas.topics import BATCH, INTERACTIVE, requests_topic
 from tests.bridge.conftest import BATCH_ONLY, KEY, MODEL, RunningBridge
-from tests.bridge.tensors import FAILS, FAULT, FILES, HANGS, RANKS, SUM, identity
+from tests.bridge.tensors import ADD, FAILS, FAULT, FILES, HANGS, RANKS, SUM, identity
 from tests.bridge.test_inference_elements import tensors
 
 FIVE = {"name": "x", "datatype": "FP32", "shape": [1, 5], "data": [1, 2, 3, 4, 5]}
@@ -117,7 +117,7 @@ def test_ranks_and_empty_tensors(http: httpx.Client) -> None:
 
 @given(tensor=tensors(("FP16", "BF16", "FP32", "FP64", "BYTES", "BOOL", "INT64")))
 @settings(max_examples=20)
-def test_binary_data_comes_back_bit_by_bit(
+def test_binary_data_comes_back_bit_by_bit_but_for_bytes_that_are_no_text(
     client: triton.InferenceServerClient, bridge: RunningBridge, tensor: Any
 ) -> None:
     if len(tensor.shape) != 2:
@@ -134,6 +134,9 @@ def test_binary_data_comes_back_bit_by_bit(
         content=head + tensor.data,
         headers={**auth(), LENGTH_HEADER: str(len(head))},
     )
+    if refused := not_text(tensor):
+        assert (answer.status_code, answer.json()) == (400, {"error": refused})
+        return
     assert answer.status_code == 200, answer.text
     assert answer.content[int(answer.headers[LENGTH_HEADER]) :] == tensor.data
 
@@ -228,6 +231,18 @@ def test_an_unpaired_surrogate_never_reaches_the_log(http: httpx.Client, bridge:
     assert answer.status_code == 400
     assert "surrogate" in answer.json()["error"]
     assert len(bridge.responder.seen) == before
+
+
+def test_rows_that_disagree_are_refused_before_the_log(http: httpx.Client, bridge: RunningBridge) -> None:
+    def rows(name: str, count: int) -> dict[str, Any]:
+        return {"name": name, "datatype": "FP32", "shape": [count, 3], "data": [1.0] * 3 * count}
+
+    before = len(bridge.responder.seen)
+    answer = http.post(f"/v2/models/{ADD}/infer", json={"inputs": [rows("a", 2), rows("b", 3)]})
+    assert answer.status_code == 400
+    assert "differ in their number of rows, from 2 to 3: `a` 2, `b` 3" in answer.json()["error"]
+    assert len(bridge.responder.seen) == before
+    assert http.post(f"/v2/models/{ADD}/infer", json={"inputs": [rows("a", 2), rows("b", 2)]}).status_code == 200
 
 
 def test_errors_have_the_status_of_their_reason(http: httpx.Client, bridge: RunningBridge) -> None:

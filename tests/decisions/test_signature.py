@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,9 +46,37 @@ EMBEDDING = ModelVersionRegistered(
     ),
     outputs=(TensorSpec("embedding", "FP32", (-1, 384)),),
 )
+PAIRED = ModelVersionRegistered(
+    "paired",
+    "1",
+    "onnx",
+    "/m",
+    1,
+    inputs=(TensorSpec("a", "FP32", (-1, 3)), TensorSpec("b", "FP32", (-1, 3))),
+    outputs=(TensorSpec("sum", "FP32", (-1, 3)),),
+    batched=True,
+)
+NAMED = replace(PAIRED, inputs=(TensorSpec("a", "BYTES", (-1,)), TensorSpec("b", "BYTES", (-1, 1))))
+FOURS = replace(EMBEDDING, fixed_rows=4)
+FILES = ModelVersionRegistered(
+    "magika",
+    "1",
+    "onnx",
+    "/m",
+    1,
+    processor="bytes-classification",
+    inputs=(TensorSpec("bytes", "BYTES", (-1,)),),
+    outputs=(TensorSpec("label", "BYTES", (-1, -1)), TensorSpec("score", "FP32", (-1, -1))),
+)
 CHAT = ModelVersionRegistered("chat", "1", "vllm", "/m", 256)
 X = Tensor("x", "FP32", (1, 5), b"\0" * 20)
 Y = Tensor("y", "INT64", (), b"\0" * 8)
+JUNK = pack([b"a", b"\xff"])
+
+
+def rows(name: str, count: int) -> Tensor:
+    """So many rows of three zeros."""
+    return Tensor(name, "FP32", (count, 3), b"\0" * 12 * count)
 
 
 def test_what_the_signature_says_is_taken() -> None:
@@ -54,6 +84,7 @@ def test_what_the_signature_says_is_taken() -> None:
     assert problem(RAW, (Y, X), ("z",), {"anything": "else"}) is None
     assert problem(EMBEDDING, (texts("text", ["a", "b"]),), (), {"dimensions": "8"}) is None
     assert problem(EMBEDDING, text_tensors([[1, 2], [3]]), (), {}) is None
+    assert problem(NAMED, (texts("a", ["é" * 200]), Tensor("b", "BYTES", (1, 1), pack([b""]))), (), {}) is None
 
 
 @pytest.mark.parametrize(
@@ -71,6 +102,27 @@ def test_what_the_signature_says_is_taken() -> None:
         (EMBEDDING, text_tensors([[1]])[:1], (), {}, "inputs", "must be given"),
         (EMBEDDING, (text_tensors([[1]])[0], text_tensors([[1, 2]])[1]), (), {}, "inputs", "add up to 2"),
         (EMBEDDING, text_tensors([[1], []]), (), {}, "inputs", "at least 1"),
+        (PAIRED, (rows("b", 3), rows("a", 2)), (), {}, "inputs", "from 2 to 3: `b` 3, `a` 2"),
+        (PAIRED, (rows("a", 0), rows("b", 1)), (), {}, "inputs", "from 0 to 1"),
+        (FOURS, (texts("text", ["a"] * 6),), (), {}, "inputs", "4 items at a time, and 6 are given"),
+        (FOURS, text_tensors([[1, 2], [3], [4]]), (), {}, "inputs", "4 items at a time, and 3 are given"),
+        (
+            replace(FILES, fixed_rows=2),
+            (texts("bytes", ["a"]),),
+            (),
+            {},
+            "inputs",
+            "2 items at a time, and 1 are given",
+        ),
+        (
+            NAMED,
+            (texts("a", ["a"]), Tensor("b", "BYTES", (2, 1), JUNK)),
+            (),
+            {},
+            "inputs[1]",
+            "`b`: element 1 isn't UTF-8",
+        ),
+        (EMBEDDING, (Tensor("text", "BYTES", (2,), JUNK),), (), {}, "inputs[0]", "`text`: element 1 isn't UTF-8 text"),
         (EMBEDDING, (texts("text", ["a"]),), (), {"dimensions": "0"}, "parameters.dimensions", "whole number"),
         (EMBEDDING, (texts("text", ["a"]),), (), {"dimensions": "٣"}, "parameters.dimensions", "whole number"),
     ],
@@ -86,6 +138,29 @@ def test_what_it_does_not_say_is_refused_by_name(
     found = problem(version, inputs, outputs, parameters)
     assert found is not None
     assert (found.param, words in found.message) == (param, True), found
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_as_many_rows_in_each_input_are_taken(count: int) -> None:
+    assert problem(PAIRED, (rows("a", count), rows("b", count)), (), {}) is None
+
+
+def test_first_dimensions_that_count_no_rows_may_differ() -> None:
+    """Two dimensions with names of their own, or a version registered when nothing was known of rows."""
+    assert problem(replace(PAIRED, batched=False), (rows("a", 2), rows("b", 3)), (), {}) is None
+
+
+def test_a_fixed_number_of_rows_is_the_shapes_where_there_is_no_processor() -> None:
+    fixed = (TensorSpec("a", "FP32", (4, 3)), TensorSpec("b", "FP32", (4, 3)))
+    version = replace(PAIRED, batched=False, fixed_rows=4, inputs=fixed)
+    assert problem(version, (rows("a", 4), rows("b", 4)), (), {}) is None
+    assert problem(version, (rows("a", 4), rows("b", 8)), (), {}) is not None
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_items_are_taken_in_multiples_of_what_a_file_takes_at_once(count: int) -> None:
+    assert problem(FOURS, (texts("text", ["a"] * count),), (), {}) is None
+    assert problem(FOURS, text_tensors([[1]] * count), (), {}) is None
 
 
 def test_seven_values_are_no_shape_of_five() -> None:
@@ -121,15 +196,5 @@ def test_texts_are_ids_and_lengths(ids: list[list[int]]) -> None:
     assert unknown_token("text-embedding", (ids_tensor, lengths), max(map(max, ids))) == max(map(max, ids))
 
 
-def test_bytes_are_rows() -> None:
-    version = ModelVersionRegistered(
-        "magika",
-        "1",
-        "onnx",
-        "/m",
-        1,
-        processor="bytes-classification",
-        inputs=(TensorSpec("bytes", "BYTES", (-1,)),),
-        outputs=(TensorSpec("label", "BYTES", (-1, -1)), TensorSpec("score", "FP32", (-1, -1))),
-    )
-    assert problem(version, (Tensor("bytes", "BYTES", (1,), pack([b"\xff"])),), (), {"top_k": "3"}) is None
+def test_bytes_are_rows_and_may_be_any() -> None:
+    assert problem(FILES, (Tensor("bytes", "BYTES", (2,), JUNK),), (), {"top_k": "3"}) is None

@@ -10,7 +10,7 @@ import yaml
 from infra.models_file import default_models, load, parse
 from schemas.errors import HeadraceError
 from schemas.events import TensorSpec
-from tests.onnx_models import scoring
+from tests.onnx_models import identity, scoring
 
 PATH = Path("/somewhere/models.yaml")
 GOOD = {"name": "m", "engine": "scripted", "context_length": 100}
@@ -126,6 +126,16 @@ def test_an_onnx_model_is_registered_with_what_its_callers_give_and_get(magika_d
     assert [spec.name for spec in (*event.inputs, *event.outputs)] == ["bytes", "label", "score"]
     with pytest.raises(HeadraceError, match="magika version 1: the processor text-embedding is for a model with"):
         replace(raw, processor="text-embedding").registered(magika_dir, 7)
+
+
+@pytest.mark.parametrize(("shape", "known"), [(("n", 3), (True, 0)), ((4, 3), (False, 4)), ((), (False, 0))])
+def test_what_its_file_says_of_rows_is_registered(
+    tmp_path: Path, shape: tuple[str | int, ...], known: tuple[bool, int]
+) -> None:
+    identity(tmp_path, "FP32", shape)
+    (entry,) = parse(yaml.safe_dump({"models": [{"name": "m", "engine": "onnx", "artifact": str(tmp_path)}]}), PATH)
+    event = entry.registered(tmp_path, 7)
+    assert (event.batched, event.fixed_rows) == known
 
 
 def test_a_text_models_tokenizer_is_its_folder(tmp_path: Path) -> None:

@@ -48,6 +48,23 @@ def test_rows_are_put_together_only_where_their_dimension_is_one(
     assert _batched(inputs, outputs) is batched
 
 
+@pytest.mark.parametrize(
+    ("shapes", "fixed"),
+    [
+        ([(4, 3)], 4),
+        ([(4, 3), (4,)], 4),
+        ([(4, 3), ()], 4),
+        ([(4, 3), (2, 3)], 0),
+        ([(4, 3), (-1, 3)], 0),
+        ([(-1, 3)], 0),
+        ([()], 0),
+    ],
+)
+def test_rows_are_fixed_where_all_inputs_say_the_same_number(shapes: list[tuple[int, ...]], fixed: int) -> None:
+    inputs = tuple(TensorSpec(f"x{index}", "FP32", shape) for index, shape in enumerate(shapes))
+    assert FileSignature(inputs, (), batched=False).fixed_rows == fixed
+
+
 def test_a_type_that_the_protocol_does_not_have_is_named(tmp_path: Path) -> None:
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])
     y = helper.make_tensor_sequence_value_info("y", TensorProto.FLOAT, None)

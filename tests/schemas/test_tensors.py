@@ -12,7 +12,20 @@ from hypothesis import strategies as st
 from schemas.codec import Codec, encode, encode_json
 from schemas.errors import HeadraceError
 from schemas.events import InferenceRequested, Tensor, TensorSpec
-from schemas.tensors import DATATYPES, ITEM_BYTES, STRINGS_MAX, elements, misfit, pack, problem, strings, texts, unpack
+from schemas.tensors import (
+    DATATYPES,
+    ITEM_BYTES,
+    STRINGS_MAX,
+    elements,
+    misfit,
+    not_text,
+    pack,
+    problem,
+    strings,
+    texts,
+    unequal_rows,
+    unpack,
+)
 from schemas.topics import REQUEST_MAX_BYTES
 
 REQUEST_ID = "01890a5d-ac96-774b-bcce-b302099a8057"
@@ -112,3 +125,27 @@ def test_texts_are_utf8() -> None:
     assert strings(texts("text", ["é", ""])) == ["é", ""]
     with pytest.raises(HeadraceError, match="element 1 isn't UTF-8"):
         strings(Tensor("text", "BYTES", (2,), pack([b"a", b"\xff"])))
+
+
+@given(st.lists(st.binary(max_size=200), max_size=5))
+def test_no_text_is_what_cannot_be_read_as_texts(values: list[bytes]) -> None:
+    tensor = Tensor("x", "BYTES", (len(values),), pack(values))
+    if (found := not_text(tensor)) is None:
+        assert strings(tensor) == [value.decode() for value in values]
+    else:
+        with pytest.raises(HeadraceError) as refused:
+            strings(tensor)
+        assert refused.value.message == found
+
+
+def test_numbers_are_never_asked_to_be_text() -> None:
+    assert not_text(Tensor("x", "UINT8", (1,), b"\xff")) is None
+
+
+def test_rows_are_equal_or_told_by_name() -> None:
+    a, b = Tensor("a", "INT8", (2, 3), bytes(6)), Tensor("b", "INT8", (3,), bytes(3))
+    assert unequal_rows(()) is None
+    assert unequal_rows((a, a)) is None
+    assert unequal_rows((a, b)) == "the inputs differ in their number of rows, from 2 to 3: `a` 2, `b` 3"
+    assert "`a` 2" in (told := unequal_rows((a, *(b,) * 255)) or "")
+    assert len(told) < 200

@@ -11,8 +11,9 @@ from tests.system.fixtures_models import busy, narrow, single, wide
 from tests.system.fixtures_small import made, small
 from tests.system.fixtures_vllm import llm
 from tests.system.running import RunningStack
+from tests.system.small_door import http, infer
 
-__all__ = ["busy", "llm", "made", "narrow", "single", "small", "stack", "system_broker", "wide"]
+__all__ = ["busy", "http", "infer", "llm", "made", "narrow", "single", "small", "stack", "system_broker", "wide"]
 
 
 @pytest.fixture(scope="session")

@@ -17,13 +17,14 @@ from tests.system.fixtures_models import worker
 from tests.system.running import RunningStack
 
 DOOR = "bridge-grpc"
-MINILM, MAGIKA, EVERYTHING, BRAIN, PICKING, LOOPING = (
+MINILM, MAGIKA, EVERYTHING, BRAIN, PICKING, LOOPING, PAIRING = (
     "minilm",
     "small-magika",
     "everything",
     "brain",
     "picking",
     "looping",
+    "pairing",
 )
 LOOPING_SLOTS = 8
 

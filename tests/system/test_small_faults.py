@@ -1,21 +1,18 @@
-"""Small models on the whole path when something is wrong, late or crowded: wrong shapes, the model's own errors, deadlines, tiers and junk."""
+"""Small models on the whole path when something is wrong, late or crowded: the model's own errors, deadlines, tiers and junk."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import httpx
 import numpy as np
-import pytest
-from tritonclient.grpc import service_pb2
 
 from cli.records import Read
 from cli.registry import now_ms
@@ -33,15 +30,14 @@ from schemas.ids import request_id
 from schemas.topics import BATCH, GRANT_HEADER, INTERACTIVE, TOKENS, requests_topic, work_topic
 from tests.system.audit import Mark
 from tests.system.fixtures_small import LOOPING, LOOPING_SLOTS, PICKING, SmallModels
-from tests.system.running import CALL_WAIT_S, RunningStack
-from tests.system.small_door import async_door, key, tensor
+from tests.system.running import RunningStack
+from tests.system.small_door import async_door, message, tensor
 from tests.system.test_junk import dead_letters, send_junk
 
 ENDLESS = 1 << 40
 JOB_TURNS = 15_000
 """Of a batch job: some 40 ms."""
 JOBS = 200
-INFER = "/inference.GRPCInferenceService/ModelInfer"
 
 
 def picks(*indices: int) -> dict[str, Any]:
@@ -56,40 +52,6 @@ def within(milliseconds: int) -> dict[str, str]:
     return {"X-Headrace-Timeout-Ms": str(milliseconds)}
 
 
-@pytest.fixture
-def http(stack: RunningStack, made: SmallModels) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=made.url, headers=key(stack), timeout=CALL_WAIT_S, trust_env=False) as client:
-        yield client
-
-
-@pytest.fixture
-def infer(stack: RunningStack, made: SmallModels) -> Iterator[Callable[[Any], Any]]:
-    """A request's message by gRPC: what came, an error too."""
-    metadata = (("authorization", key(stack)["Authorization"]),)
-    with grpc.insecure_channel(made.grpc) as channel:
-        call: Any = channel.unary_unary(
-            INFER, service_pb2.ModelInferRequest.SerializeToString, service_pb2.ModelInferResponse.FromString
-        )
-
-        def ask(request: Any) -> Any:
-            try:
-                return call(request, metadata=metadata, timeout=CALL_WAIT_S)
-            except grpc.RpcError as error:
-                return error
-
-        yield ask
-
-
-def message(shape: list[int], values: list[int], *, raw: bool) -> Any:
-    found = service_pb2.ModelInferRequest(model_name=PICKING)
-    item = found.inputs.add(name="x", datatype="INT64", shape=shape)
-    if raw:
-        found.raw_input_contents.append(struct.pack(f"<{len(values)}q", *values))
-    else:
-        item.contents.int64_contents.extend(values)
-    return found
-
-
 def outcomes(records: list[Read]) -> dict[str, list[str]]:
     """The names of the events of each request, in their order."""
     found: dict[str, list[str]] = {}
@@ -100,61 +62,6 @@ def outcomes(records: list[Read]) -> dict[str, list[str]]:
 
 
 # --- what is wrong -----------------------------------------------------------------------------------------------------
-
-
-def test_a_wrong_shape_is_refused_beside_a_right_one_and_reaches_no_topic(
-    stack: RunningStack, made: SmallModels, http: httpx.Client, infer: Callable[[Any], Any]
-) -> None:
-    """triton#7171, PR#3158: 7 values for a shape of [1, 5] in the window in which others send 5; and all else that a shape can be wrong in."""
-    path, right, five = f"/v2/models/{PICKING}/infer", [0, 1, 2, 1, 0], [10.0, 20.0, 30.0, 20.0, 10.0]
-    seven = [*right, 2, 2]
-
-    def rest(*given: dict[str, Any]) -> Callable[[], httpx.Response]:
-        return lambda: http.post(path, json={"inputs": list(given)})
-
-    def binary(shape: list[int], values: list[int]) -> Callable[[], httpx.Response]:
-        data = struct.pack(f"<{len(values)}q", *values)
-        described = {"name": "x", "datatype": "INT64", "shape": shape, "parameters": {"binary_data_size": len(data)}}
-        head = json.dumps({"inputs": [described]}).encode()
-        headers = {"Inference-Header-Content-Length": str(len(head))}
-        return lambda: http.post(path, content=head + data, headers=headers)
-
-    good = [
-        rest(tensor("x", "INT64", [1, 5], right)),
-        binary([1, 5], right),
-        *((lambda raw=raw: infer(message([1, 5], right, raw=raw))) for raw in (True, False)),
-    ]
-    bad = [
-        *(rest(tensor("x", "INT64", [1, 5], values)) for values in (seven, [*right, 2], right[:4], [], [right, right])),
-        *(rest(tensor("x", "INT64", shape, right)) for shape in ([5], [], [1, 5, 1], [5, 5], [-1, -5], [0, 5])),
-        rest(tensor("x", "INT32", [1, 5], right)),
-        rest(tensor("y", "INT64", [1, 5], right)),
-        rest(tensor("x", "INT64", [1, 5], right), tensor("x", "INT64", [1, 5], right)),
-        *(binary(shape, values) for shape, values in (([1, 5], seven), ([1, 5], right[:4]), ([1, 7], right))),
-        *(
-            (lambda raw=raw, values=values: infer(message([1, 5], values, raw=raw)))
-            for raw in (True, False)
-            for values in (seven, right[:4])
-        ),
-    ]
-    asked = [call for pair in zip(itertools.cycle(good), bad, strict=False) for call in pair]
-    mark = Mark(stack, "requests.")
-    with ThreadPoolExecutor(8) as callers:
-        found = list(callers.map(lambda call: call(), asked))
-    for answer in found[::2]:
-        if isinstance(answer, httpx.Response):
-            assert answer.json()["outputs"][0]["data"] == five, answer.text
-        else:
-            (raw,) = answer.raw_output_contents or [np.array(answer.outputs[0].contents.fp32_contents, "<f4").tobytes()]
-            assert np.frombuffer(raw, "<f4").tolist() == five
-    for answer in found[1::2]:
-        if isinstance(answer, httpx.Response):
-            assert (answer.status_code, list(answer.json())) == (400, ["error"]), answer.text
-            assert "x-request-id" not in answer.headers
-        else:
-            assert answer.code() is grpc.StatusCode.INVALID_ARGUMENT
-    events = [item.event for item in mark.records() if isinstance(item.event, InferenceRequested)]
-    assert sum(event.model == PICKING for event in events) == len(bad), "those that are right, and no other"
 
 
 def test_the_models_own_words_reach_the_caller_at_fault_and_its_neighbours_their_answers(

@@ -28,7 +28,6 @@ from workers.engines.port import EngineConfig, EngineDead, EngineError, EngineSt
 from workers.engines.tensors import TensorRequest, TensorResult
 from workers.processors.choice import make_processor
 from workers.processors.port import Processor
-from workers.processors.raw import fixed_rows
 
 INSTANCES = 2
 """Where nothing is said and there are as many cores."""
@@ -69,7 +68,7 @@ class OnnxEngine:
             processor=self._name or "none",
             instances=instances,
             threads=threads,
-            max_batch_size=args.max_batch_size if self.file.batched else fixed_rows(self.file) or 1,
+            max_batch_size=args.max_batch_size if self.file.batched else self.file.fixed_rows or 1,
             batched=self.file.batched,
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 from decisions.batching import PARTS_MAX, slices
 from infra.onnx_signature import FileSignature
 from schemas.events import Tensor
-from schemas.tensors import ANY, misfit
+from schemas.tensors import misfit, unequal_rows
 from workers.engines.arrays import Array, to_array, to_tensor
 from workers.engines.port import EngineError
 from workers.engines.tensors import TensorRequest
@@ -75,9 +75,8 @@ class Raw:
                 raise invalid(found)
         if missing := [name for name in self._names if name not in given]:
             raise invalid(f"the input `{missing[0]}` is missing")
-        if self._file.batched and len(rows := {tensor.shape[0] for tensor in inputs}) > 1:
-            told = ", ".join(f"`{tensor.name}` {tensor.shape[0]}" for tensor in inputs[:8])
-            raise invalid(f"the inputs differ in their number of rows, from {min(rows)} to {max(rows)}: {told}")
+        if self._file.batched and (found := unequal_rows(inputs)) is not None:
+            raise invalid(found)
         return given
 
     def _fetch(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -94,9 +93,3 @@ def _joined(name: str, arrays: Sequence[Array], rows: int) -> Array:
             f"the output `{name}` doesn't have a row for each of the {rows} rows given; send fewer at once"
         )
     return np.concatenate(arrays)
-
-
-def fixed_rows(file: FileSignature) -> int | None:
-    """How many rows the model always takes, or None if that may differ."""
-    extents = {spec.shape[0] for spec in file.inputs if spec.shape}
-    return extents.pop() if len(extents) == 1 and ANY not in extents else None

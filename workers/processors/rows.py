@@ -9,22 +9,21 @@ from typing import Any
 from decisions.batching import slices
 from infra.onnx_signature import FileSignature
 from workers.processors.port import Part, invalid
-from workers.processors.raw import fixed_rows
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
-    """How many rows a model takes at once: up to `limit`, or always exactly `fixed`; those of several requests together only if `shared`."""
+    """How many rows a model takes at once: up to `limit`, or always exactly `fixed` (if not 0); those of several requests together only if `shared`."""
 
     limit: int
-    fixed: int | None
+    fixed: int
     shared: bool
 
     @classmethod
     def of(cls, file: FileSignature, max_batch_size: int) -> RowPlan:
         """Of a model file, whose rows are batched up to a size if it allows that."""
-        fixed = fixed_rows(file)
-        return cls(fixed or (max_batch_size if file.batched else 1), fixed, file.batched)
+        limit = file.fixed_rows or (max_batch_size if file.batched else 1)
+        return cls(limit, file.fixed_rows, file.batched)
 
     def parts(
         self, rows: Sequence[Any], fetch: tuple[str, ...], signature_of: Callable[[Any], Hashable]
