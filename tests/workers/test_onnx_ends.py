@@ -144,15 +144,19 @@ async def test_as_many_endless_runs_as_instances_keep_the_next_call_no_longer_th
             await until_idle(engine)
 
 
-async def test_a_run_is_ended_at_its_limit_and_not_at_twice_that(tmp_path: Path) -> None:
-    async with serving(looping(tmp_path), max_run_ms=2_000) as engine:
+async def test_each_run_of_a_batch_is_ended_at_its_limit_and_not_at_twice_that(tmp_path: Path) -> None:
+    """Two together, and the one at fault by itself."""
+    async with serving(looping(tmp_path), max_batch_size=2, max_queue_delay_ms=60_000, max_run_ms=1_500) as engine:
         begun_s = time.monotonic()
-        with pytest.raises(HeadraceError) as told:
-            await engine.infer(turning(ENDLESS))
+        told, beside = await asyncio.gather(
+            engine.infer(turning(ENDLESS)), engine.infer(turning(2)), return_exceptions=True
+        )
         took_s = time.monotonic() - begun_s
         await until_idle(engine)
-    assert told.value.reason is Reason.TIME_LIMIT_EXCEEDED
-    assert 2.0 <= took_s < 3.5
+    assert isinstance(told, HeadraceError)
+    assert told.reason is Reason.TIME_LIMIT_EXCEEDED
+    assert array(beside).tolist() == [[2.0]]
+    assert 3.0 <= took_s < 4.3
 
 
 async def test_those_who_shared_a_run_that_was_too_long_are_answered(
