@@ -12,6 +12,7 @@ from schemas.reasons import Reason
 
 BATCH_MAX = 4_096
 DELAY_MS_MAX = 60_000
+RUN_MS_MAX = 3_600_000
 INSTANCES_MAX = 64
 THREADS_MAX = 256
 LIST_MAX = 64
@@ -30,6 +31,9 @@ class OnnxArgs:
         max_queue_delay_ms: how long a request waits for company while an instance is idle. None by default: batches form of what comes while
             the instances are busy, so under load waiting gains nothing, and without load it only adds to the time.
         preferred_batch_sizes: rows with which a batch goes before that delay.
+        max_run_ms: how long one run of the model may last. Then it is ended, the request that was alone in it fails as `time_limit_exceeded`, and
+            the instance serves the next; those who shared it run again one by one. It bounds for how long requests that never end keep a
+            worker; a model whose honest runs may be as long needs more, or a smaller `max_batch_size`.
         instances: how many runs at once. None is two, or one on a single core: while one's rows are told and the next are gathered the other
             runs, and threads of one run that wait for each other lose more to what else the cores do than two runs side by side.
         intra_op_threads: threads of a run; None shares the machine's cores among the instances.
@@ -41,6 +45,7 @@ class OnnxArgs:
     max_batch_size: int = 32
     max_queue_delay_ms: float = 0
     preferred_batch_sizes: tuple[int, ...] = ()
+    max_run_ms: float = 60_000
     instances: int | None = None
     intra_op_threads: int | None = None
     buckets: tuple[int, ...] = BUCKETS
@@ -86,10 +91,13 @@ def _integers(low: int, high: int) -> Callable[[str, Any], tuple[int, ...]]:
     return convert
 
 
-def _delay(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= DELAY_MS_MAX:
-        raise _refuse(key, f"must be a number from 0 to {DELAY_MS_MAX}, not {value!r}")
-    return float(value)
+def _number(low: int, high: int) -> Callable[[str, Any], float]:
+    def convert(key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise _refuse(key, f"must be a number from {low} to {high}, not {value!r}")
+        return float(value)
+
+    return convert
 
 
 def _pooling(key: str, value: Any) -> str:
@@ -106,8 +114,9 @@ def _flag(key: str, value: Any) -> bool:
 
 _KEYS: Mapping[str, Callable[[str, Any], Any]] = {
     "max_batch_size": _integer(1, BATCH_MAX),
-    "max_queue_delay_ms": _delay,
+    "max_queue_delay_ms": _number(0, DELAY_MS_MAX),
     "preferred_batch_sizes": _integers(1, BATCH_MAX),
+    "max_run_ms": _number(1, RUN_MS_MAX),
     "instances": _integer(1, INSTANCES_MAX),
     "intra_op_threads": _integer(1, THREADS_MAX),
     "buckets": _integers(1, LENGTH_MAX),

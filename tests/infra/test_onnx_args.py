@@ -8,6 +8,7 @@ from schemas.errors import HeadraceError
 
 def test_defaults_suit_any_model() -> None:
     assert parse_args({}) == OnnxArgs(max_batch_size=32, max_queue_delay_ms=0, instances=None, buckets=BUCKETS)
+    assert parse_args({}).max_run_ms == 60_000
     assert parse_args({}, "bytes-classification").max_batch_size == 1
     assert parse_args({"max_batch_size": 4}, "bytes-classification").max_batch_size == 4
 
@@ -17,13 +18,14 @@ def test_what_is_given_is_taken() -> None:
         "max_batch_size": 8,
         "max_queue_delay_ms": 2.5,
         "preferred_batch_sizes": [8, 4, 4],
+        "max_run_ms": 1500,
         "instances": 2,
         "intra_op_threads": 3,
         "buckets": [128, 16],
         "pooling": "cls",
         "normalize": False,
     }
-    assert parse_args(given, "text-embedding") == OnnxArgs(8, 2.5, (4, 8), 2, 3, (16, 128), "cls", False)
+    assert parse_args(given, "text-embedding") == OnnxArgs(8, 2.5, (4, 8), 1_500, 2, 3, (16, 128), "cls", False)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,9 @@ def test_what_is_given_is_taken() -> None:
         ({"max_batch_size": True}, "", "max_batch_size must be a whole number"),
         ({"max_queue_delay_ms": -1}, "", "max_queue_delay_ms must be a number from 0"),
         ({"max_queue_delay_ms": float("nan")}, "", "max_queue_delay_ms must be a number from 0"),
+        ({"max_run_ms": 0}, "", "max_run_ms must be a number from 1 to 3600000, not 0"),
+        ({"max_run_ms": 3_600_001}, "", "max_run_ms must be a number from 1 to 3600000"),
+        ({"max_run_ms": None}, "", "max_run_ms must be a number"),
         ({"preferred_batch_sizes": 4}, "", "preferred_batch_sizes must be a list"),
         ({"preferred_batch_sizes": [0]}, "", "preferred_batch_sizes must be a whole number from 1"),
         ({"instances": "2"}, "", "instances must be a whole number"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ import pytest_asyncio
 
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
-from tests.onnx_models import doubling, looping
+from tests.onnx_models import doubling, looping, picking
 from tests.workers.onnx_site import array, floats, request, serving, tensor
 from workers.engines import batcher, onnx
 from workers.engines.onnx import OnnxEngine
 from workers.engines.onnx_session import Session
-from workers.engines.port import EngineConfig, EngineDead
-from workers.engines.tensors import TensorEngine
+from workers.engines.port import EngineConfig, EngineDead, EngineError
+from workers.engines.tensors import TensorEngine, TensorRequest
 
 ENDLESS = 1 << 62
 
@@ -30,8 +31,16 @@ def begun() -> threading.Event:
     return threading.Event()
 
 
+@pytest.fixture
+def limits() -> dict[str, object]:
+    """Further arguments of `hanging`."""
+    return {}
+
+
 @pytest_asyncio.fixture(loop_scope="function")
-async def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: threading.Event) -> AsyncIterator[OnnxEngine]:
+async def hanging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: threading.Event, limits: dict[str, object]
+) -> AsyncIterator[OnnxEngine]:
     """An engine whose runs don't end when they are told to."""
     released = threading.Event()
 
@@ -43,7 +52,8 @@ async def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: thread
     monkeypatch.setattr(batcher, "GRACE_MS", 10)
     monkeypatch.setattr(batcher, "STUCK_MS", 30)
     monkeypatch.setattr(Session, "run", hang)
-    engine = OnnxEngine(EngineConfig("m", str(doubling(tmp_path)), 1, 8, {"max_queue_delay_ms": 20, "instances": 1}))
+    args: dict[str, object] = {"max_queue_delay_ms": 20, "instances": 1} | limits
+    engine = OnnxEngine(EngineConfig("m", str(doubling(tmp_path)), 1, 8, args))
     await engine.start()
     yield engine
     released.set()
@@ -114,6 +124,85 @@ async def test_an_endless_instance_does_not_stall_the_other(
         await until_idle(engine)
 
 
+@pytest.mark.parametrize("cores", [2, 4])
+async def test_as_many_endless_runs_as_instances_keep_the_next_call_no_longer_than_a_run_may_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    """Whatever their deadlines are. With one session for both instances, and with their own."""
+    monkeypatch.setattr(onnx, "usable_cores", lambda: cores)
+    async with serving(looping(tmp_path), instances=2, max_batch_size=1, max_run_ms=300) as engine, asyncio.timeout(30):
+        for _ in range(2):  # the instances are used again
+            endless = [asyncio.create_task(engine.infer(turning(ENDLESS))) for _ in range(2)]
+            await until_running(engine, 2)
+            assert array(await engine.infer(turning(3))).tolist() == [[3.0]]
+            for told in await asyncio.gather(*endless, return_exceptions=True):
+                assert isinstance(told, HeadraceError)
+                assert (told.reason, told.message) == (
+                    Reason.TIME_LIMIT_EXCEEDED,
+                    "a run of the model took longer than it may, 300 ms (`max_run_ms` of engine_args)",
+                )
+            await until_idle(engine)
+
+
+async def test_each_run_of_a_batch_is_ended_at_its_limit_and_not_at_twice_that(tmp_path: Path) -> None:
+    """Two together, and after a while the one at fault by itself."""
+    first = request(tensor("turns", "INT64", [[20_000]]), within_ms=3_600_000)
+    async with serving(looping(tmp_path), max_batch_size=2, max_queue_delay_ms=60_000, max_run_ms=1_500) as engine:
+        begun_s = time.monotonic()
+        told, beside = await asyncio.gather(engine.infer(turning(ENDLESS)), engine.infer(first), return_exceptions=True)
+        took_s = time.monotonic() - begun_s
+        await until_idle(engine)
+    assert isinstance(told, HeadraceError)
+    assert told.reason is Reason.TIME_LIMIT_EXCEEDED
+    assert array(beside).tolist() == [[20_000.0]]
+    assert 3.0 <= took_s < 4.3
+
+
+async def test_those_who_shared_a_run_that_was_too_long_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each by itself: the limit passes once for all, and once for each at fault."""
+    ran: list[int] = []
+    run = Session.run
+
+    def watched(session: Session, feeds: Any, fetch: Any, options: Any) -> Any:
+        ran.append(len(feeds["turns"]))
+        return run(session, feeds, fetch, options)
+
+    monkeypatch.setattr(Session, "run", watched)
+    async with serving(looping(tmp_path), max_queue_delay_ms=60_000, max_batch_size=8, max_run_ms=200) as engine:
+        turns = [1, 2, ENDLESS, 4, 5, ENDLESS, 7, 8]
+        found = await asyncio.gather(*(engine.infer(turning(each)) for each in turns), return_exceptions=True)
+        await until_idle(engine)
+    assert ran == [8] + [1] * 8
+    for count, result in zip(turns, found, strict=True):
+        if count == ENDLESS:
+            assert isinstance(result, HeadraceError)
+            assert result.reason is Reason.TIME_LIMIT_EXCEEDED
+        else:
+            assert array(result).tolist() == [[count]]
+
+
+async def test_the_limit_is_for_each_run_and_not_for_all_that_a_batch_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent_s: list[float] = []
+    run = Session.run
+
+    def slow(session: Session, feeds: Any, fetch: Any, options: Any) -> Any:
+        spent_s.append(0.3)
+        time.sleep(0.3)
+        return run(session, feeds, fetch, options)
+
+    monkeypatch.setattr(Session, "run", slow)
+    async with serving(picking(tmp_path), max_queue_delay_ms=60_000, max_batch_size=4, max_run_ms=1_200) as engine:
+        asked = [request(tensor("x", "INT64", [[value]])) for value in (99, 0, 1, 2)]
+        bad, *found = await asyncio.gather(*(engine.infer(each) for each in asked), return_exceptions=True)
+    assert sum(spent_s) > 1.2
+    assert isinstance(bad, EngineError)
+    assert [array(each).tolist() for each in found] == [[[10.0]], [[20.0]], [[30.0]]]
+
+
 async def test_one_whose_caller_left_never_runs(tmp_path: Path) -> None:
     async with serving(looping(tmp_path)) as engine:
         busy = asyncio.create_task(engine.infer(request(tensor("turns", "INT64", [[ENDLESS]]))))
@@ -168,6 +257,21 @@ async def test_so_it_is_when_several_were_in_the_run(hanging: OnnxEngine, begun:
         await until_idle(hanging)
 
 
+@pytest.mark.parametrize("limits", [{"max_run_ms": 300}])
+@pytest.mark.parametrize("patience_ms", [(60_000,), (60_000, 60_000), (50, 60_000)], ids=["alone", "shared", "late"])
+async def test_who_is_in_a_run_that_is_too_long_and_cannot_be_ended_is_told_so(
+    hanging: OnnxEngine, patience_ms: tuple[int, ...]
+) -> None:
+    """Also if a deadline had passed in it before."""
+    calls = [hanging.infer(request(floats([1, 2]), within_ms=ms)) for ms in patience_ms]
+    async with asyncio.timeout(30):
+        *_, told = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(told, HeadraceError)
+    assert told.reason is Reason.TIME_LIMIT_EXCEEDED
+    with pytest.raises(EngineDead):
+        await until_idle(hanging)
+
+
 async def test_a_shutdown_fails_what_is_there_and_ends_the_run(tmp_path: Path) -> None:
     engine = OnnxEngine(EngineConfig("m", str(looping(tmp_path)), 1, 8, {"instances": 1}))
     await engine.start()
@@ -183,9 +287,14 @@ async def test_a_shutdown_fails_what_is_there_and_ends_the_run(tmp_path: Path) -
         await engine.infer(request())
 
 
-async def until_running(engine: OnnxEngine) -> None:
+def turning(turns: int) -> TensorRequest:
+    """One of `looping`, with a deadline that doesn't come."""
+    return request(tensor("turns", "INT64", [[turns]]))
+
+
+async def until_running(engine: OnnxEngine, count: int = 1) -> None:
     async with asyncio.timeout(30):
-        while not engine.stats().running:  # noqa: ASYNC110  # an engine tells nobody
+        while engine.stats().running < count:  # noqa: ASYNC110  # an engine tells nobody
             await asyncio.sleep(0.001)
 
 

@@ -1,15 +1,16 @@
 """The batcher's shell: puts parts of requests into the queue, gives idle instances their batches, and tells callers how it went.
 
 Runs in one event loop. A waiting part whose deadline comes fails then, whatever runs. One that runs is given `GRACE_MS` more; then its
-caller is told, the call of the model is ended, and those who shared it run again without it. A run that nobody waits for is ended too. An
-instance that doesn't end its run within `STUCK_MS` of being told is lost; with the last one the engine is dead.
+caller is told, the run is ended, and those who shared it run again without it. A run that nobody waits for is ended too, and one that lasts
+for `max_run_ms`: if it was for one part that is told so, else its parts run again one by one. An instance that doesn't end its run within
+`STUCK_MS` of being told is lost; with the last one the engine is dead. Idle instances take turns, so that one which fails fast doesn't get
+every batch. An error isn't tried on another instance: a model that fails on a request mostly does so everywhere.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from decisions.batching import Limits, Queue, Waiting
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 from workers.engines.arrays import Array
-from workers.engines.instances import Batch, Instance, Member, Outcome
+from workers.engines.instances import Attempt, Batch, Instance, Member, Outcome, Told, now_ms
 from workers.engines.onnx_session import Session
 from workers.engines.port import EngineDead, EngineError, EngineStats
 from workers.processors.port import Part, Processor
@@ -28,6 +29,8 @@ log = structlog.get_logger("onnx")
 
 GRACE_MS = 1_000
 STUCK_MS = 10_000
+SOON_MS = 1
+"""Between looks at a batch whose next run is about to begin."""
 JOIN_S = 5.0
 APART_MAX = 1_024
 """So many signatures are remembered whose rows can't be told apart; one that is forgotten is found out again."""
@@ -60,10 +63,11 @@ class _Place:
 class Batcher:
     """See the module."""
 
-    def __init__(self, limits: Limits, sessions: Sequence[Session], processor: Processor) -> None:
-        """An instance for each session."""
+    def __init__(self, limits: Limits, sessions: Sequence[Session], processor: Processor, max_run_ms: float) -> None:
+        """An instance for each session. A run that lasts for `max_run_ms` is ended."""
         self._loop = asyncio.get_running_loop()
         self._max = limits.max_batch_size
+        self._max_run_ms = max_run_ms
         self._queue = Queue(limits)
         self._places: dict[int, _Place] = {}
         self._running: dict[Member, _Place] = {}
@@ -74,8 +78,8 @@ class Batcher:
         self._end: HeadraceError | None = None
         self._lost: set[Instance] = set()
         self._watches: dict[Instance, asyncio.TimerHandle] = {}
-        self._instances = [Instance(session, processor, self._ended) for session in sessions]
-        self._idle = list(self._instances)
+        self._instances = [Instance(session, processor, self._tell) for session in sessions]
+        self._idle = deque(self._instances)
 
     @property
     def stats(self) -> EngineStats:
@@ -126,7 +130,7 @@ class Batcher:
         for waiting in self._queue.expired(now):
             _fail(self._places.pop(waiting.number).call, _late("before the model came to it"))
         while self._idle and (batch := self._queue.next_batch(now)):
-            self._begin(self._idle.pop(), batch, now)
+            self._begin(self._idle.popleft(), batch, now)
         due = [self._queue.first_deadline_ms(), self._queue.wake_ms() if self._idle else None]
         at_ms = min((each for each in due if each is not None), default=None)
         if at_ms is not None:
@@ -161,15 +165,26 @@ class Batcher:
         instance.give(batch)
         self._watch(instance, batch)
 
-    def _ended(self, instance: Instance, batch: Batch) -> None:
+    def _tell(self, instance: Instance, batch: Batch, told: Told) -> None:
         """In the instance's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._take, instance, batch)
+            self._loop.call_soon_threadsafe(self._take, instance, batch, told)
         except RuntimeError:  # the loop has closed
             pass
 
-    def _take(self, instance: Instance, batch: Batch) -> None:
-        """The batch is done: the instance is idle, and callers get their rows."""
+    def _take(self, instance: Instance, batch: Batch, told: Told) -> None:
+        """Callers get their rows, or their error; after the last of a batch the instance is idle."""
+        rows = told.rows if batch.members[0].part.signature is not None else 0
+        for member, outcome in told.outcomes.items():
+            place = self._running.pop(member, None)
+            if place is not None and not place.call.done.done():
+                _settle(place, outcome, told.model_ms, rows)
+        if told.last:
+            self._finish(instance, batch)
+            self._pump()
+
+    def _finish(self, instance: Instance, batch: Batch) -> None:
+        """The instance is idle, and who had left the batch runs no more."""
         batch.ended = True
         instance.batch = None
         if (watch := self._watches.pop(instance, None)) is not None:
@@ -178,12 +193,9 @@ class Batcher:
         self._idle.append(instance)
         if batch.unequal:
             self._part(batch.members[0].part.signature)
-        rows = batch.rows if batch.members[0].part.signature is not None else 0
-        for member, outcome in zip(batch.members, batch.outcomes, strict=True):
-            place = self._running.pop(member, None)
-            if place is not None and not place.call.done.done():
-                _settle(place, outcome, batch.model_ms, rows)
-        self._pump()
+        for member in batch.members:
+            if (place := self._running.pop(member, None)) is not None:
+                _fail(place.call, EngineError("the run was ended"))
 
     def _part(self, signature: Hashable) -> None:
         """Requests of this signature run by themselves from now on: callers choose shapes, and those of others are as they were."""
@@ -197,35 +209,49 @@ class Batcher:
     # --- ends before the end ----------------------------------------------------------------------------------------
 
     def _watch(self, instance: Instance, batch: Batch) -> None:
-        """Wakes when the first deadline of a batch is past by the grace."""
-        first_ms = min((each.deadline_ms for each in batch.members if not each.gone), default=None)
-        if first_ms is not None:
-            delay_s = max(0.0, first_ms + GRACE_MS - now_ms()) / 1000
-            self._watches[instance] = self._loop.call_later(delay_s, self._overdue, instance, batch)
+        """Wakes when the first deadline of a batch is past by the grace, or a run of it may be too long."""
+        ends_ms = [member.deadline_ms + GRACE_MS for member in self._awaited(batch)]
+        at_ms = min([batch.limit_ms(self._max_run_ms), *ends_ms])
+        delay_s = max(SOON_MS, at_ms - now_ms()) / 1000
+        self._watches[instance] = self._loop.call_later(delay_s, self._overdue, instance, batch)
+
+    def _awaited(self, batch: Batch) -> list[Member]:
+        """Those for whose outcome somebody waits."""
+        return [member for member in batch.members if member in self._running and not member.gone]
 
     def _overdue(self, instance: Instance, batch: Batch) -> None:
         if batch.ended:
             return
         now = now_ms()
-        for member in batch.members:
-            if not member.gone and member.deadline_ms + GRACE_MS <= now:
-                member.gone = True
-                _fail(self._running[member].call, _late("while the model ran"))
-                self._stop(instance, batch, member)
+        for member in self._awaited(batch):
+            if member.deadline_ms + GRACE_MS <= now:
+                self._give_up(member, _late("while the model ran"))
+                self._await_end(instance, batch, batch.stop_for(member))
+        attempt = batch.stop_long(self._max_run_ms)
+        if attempt is not None and len(attempt.members) == 1:
+            self._give_up(attempt.members[0], _too_long(self._max_run_ms))
+        self._await_end(instance, batch, attempt)
         self._watch(instance, batch)
 
-    def _stop(self, instance: Instance, batch: Batch, member: Member | None = None) -> None:
-        if batch.stop_for(member):
-            self._loop.call_later(STUCK_MS / 1000, self._stuck, instance, batch)
+    def _give_up(self, member: Member, error: HeadraceError) -> None:
+        """Its caller is told; it runs no more."""
+        member.gone = True
+        _fail(self._running[member].call, error)
 
-    def _stuck(self, instance: Instance, batch: Batch) -> None:
+    def _await_end(self, instance: Instance, batch: Batch, attempt: Attempt | None) -> None:
+        """A run that was told to end, if any, must do so in time."""
+        if attempt is not None:
+            self._loop.call_later(STUCK_MS / 1000, self._stuck, instance, batch, attempt)
+
+    def _stuck(self, instance: Instance, batch: Batch, attempt: Attempt) -> None:
         """A run that was told to end should have."""
-        if batch.ended or self._end is not None:
+        if not batch.runs(attempt) or self._end is not None:
             return
-        if not all(
-            member.gone for member in batch.members
-        ):  # others run again, or wait in vain until their own deadlines
-            self._loop.call_later(STUCK_MS / 1000, self._stuck, instance, batch)
+        if attempt.long:  # nobody of the batch runs again
+            for member in self._awaited(batch):
+                self._give_up(member, _too_long(self._max_run_ms))
+        if self._awaited(batch):  # they run again, or wait in vain until their own deadlines
+            self._await_end(instance, batch, attempt)
             return
         self._lost.add(instance)
         log.error("an instance doesn't end its run", lost=len(self._lost), instances=len(self._instances))
@@ -243,7 +269,7 @@ class Batcher:
                 member.gone = True
                 instance = next((each for each in self._instances if each.batch is batch), None)
                 if instance is not None:
-                    self._stop(instance, batch)
+                    self._await_end(instance, batch, batch.stop_for())
 
     def _fail_all(self, reason: HeadraceError) -> None:
         self._end = self._end or reason
@@ -260,13 +286,13 @@ class Batcher:
                 instance.batch.stop_for()
 
 
-def now_ms() -> float:
-    """The batcher's clock: it never goes back."""
-    return time.monotonic() * 1000
-
-
 def _late(when: str) -> HeadraceError:
     return HeadraceError(Reason.DEADLINE_EXCEEDED, f"the request's deadline passed {when}")
+
+
+def _too_long(max_run_ms: float) -> HeadraceError:
+    text = f"a run of the model took longer than it may, {max_run_ms:g} ms (`max_run_ms` of engine_args)"
+    return HeadraceError(Reason.TIME_LIMIT_EXCEEDED, text)
 
 
 def _fail(call: Call, error: HeadraceError) -> None:
@@ -278,9 +304,6 @@ def _settle(place: _Place, outcome: Outcome, model_ms: float, rows: int) -> None
     call = place.call
     if isinstance(outcome, HeadraceError):
         _fail(call, outcome)
-        return
-    if outcome is None:
-        _fail(call, EngineError("the run was ended"))
         return
     call.results[place.index] = outcome
     call.model_ms = max(call.model_ms, model_ms)

@@ -22,7 +22,8 @@ from infra.onnx_signature import FileSignature
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 from schemas.tensors import BYTES, elements
-from workers.engines.batcher import Batcher, now_ms
+from workers.engines.batcher import Batcher
+from workers.engines.instances import now_ms
 from workers.engines.onnx_session import Session
 from workers.engines.port import EngineConfig, EngineDead, EngineError, EngineStats
 from workers.engines.tensors import TensorRequest, TensorResult
@@ -61,7 +62,7 @@ class OnnxEngine:
         self.file = sessions[0].file
         limits = Limits(args.max_batch_size, args.max_queue_delay_ms, args.preferred_batch_sizes)
         self._processor = make_processor(self._name, self.file, folder, args, self._config.context_length)
-        self._batcher = Batcher(limits, sessions, self._processor)
+        self._batcher = Batcher(limits, sessions, self._processor, args.max_run_ms)
         log.info(
             "the model is loaded",
             model=self._config.model,

@@ -46,7 +46,7 @@ class TensorResult:
         outputs: in the order of the request's `outputs`, or of the signature.
         batch: the rows of the run that it was part of, its own among them; 0 if the model isn't batched.
         queue_ms: how long it waited in the engine.
-        model_ms: how long its run took.
+        model_ms: how long its run took, and those before it in which its batch failed.
     """
 
     outputs: tuple[Tensor, ...]
