@@ -17,7 +17,7 @@ from bridge.idempotency import with_key
 from bridge.resume import Place, Resumed, Resumes, Wish
 from bridge.streams import Dispatcher
 from decisions.validation import problem
-from infra.directory import ModelDirectory
+from infra.directory import ModelDirectory, WorkerDirectory
 from infra.log import EventProducer, NoSuchPartition, NotDelivered
 from infra.objects import StoreAway
 from infra.settings import BridgeSettings
@@ -47,6 +47,7 @@ class FrontDoor:
     settings: BridgeSettings
     auth: Authenticator
     models: ModelDirectory
+    workers: WorkerDirectory
     producer: EventProducer
     dispatcher: Dispatcher
     resumes: Resumes

@@ -18,7 +18,7 @@ from bridge.resume import Resumes
 from bridge.servers import make_server
 from bridge.streams import Dispatcher, reply_partition
 from infra import ports
-from infra.directory import ModelDirectory, TenantDirectory
+from infra.directory import ModelDirectory, TenantDirectory, WorkerDirectory
 from infra.log import EventDecoder, EventProducer
 from infra.payloads import Payloads
 from infra.reach import until_reached
@@ -26,7 +26,18 @@ from infra.settings import BridgeSettings
 from infra.settings import grant_secret as read_grant_secret
 from infra.telemetry import OpsServer
 from schemas.events import Reply
-from schemas.topics import ANSWERS, BATCH, INTERACTIVE, LIFECYCLE, REGISTRY, SCHEMAS, TENANTS, TOKENS, requests_topic
+from schemas.topics import (
+    ANSWERS,
+    BATCH,
+    INTERACTIVE,
+    LIFECYCLE,
+    REGISTRY,
+    SCHEMAS,
+    TENANTS,
+    TOKENS,
+    WORKERS,
+    requests_topic,
+)
 
 if TYPE_CHECKING:
     from bridge.inference.grpc_server import GrpcServer
@@ -34,7 +45,17 @@ if TYPE_CHECKING:
 PROCESS = "bridge"
 PURPOSE = "the front door"
 GRPC_PURPOSE = "the front door's gRPC"
-TOPICS = (requests_topic(INTERACTIVE), requests_topic(BATCH), TENANTS, REGISTRY, SCHEMAS, TOKENS, LIFECYCLE, ANSWERS)
+TOPICS = (
+    requests_topic(INTERACTIVE),
+    requests_topic(BATCH),
+    TENANTS,
+    REGISTRY,
+    WORKERS,
+    SCHEMAS,
+    TOKENS,
+    LIFECYCLE,
+    ANSWERS,
+)
 DRAIN_MAX_S = 20.0
 """Less than what the process's frame grants for a stop."""
 WS_ENVELOPE_BYTES = 16 * 1024
@@ -129,10 +150,10 @@ async def _open_door(settings: BridgeSettings, stack: AsyncExitStack) -> tuple[F
     await producer.start()
     stack.push_async_callback(producer.stop)
     tenants, models = TenantDirectory(settings.kafka), ModelDirectory(settings.kafka)
-    await tenants.start()
-    stack.push_async_callback(tenants.stop)
-    await models.start()
-    stack.push_async_callback(models.stop)
+    workers = WorkerDirectory(settings.kafka)
+    for directory in (tenants, models, workers):
+        await directory.start()
+        stack.push_async_callback(directory.stop)
     partition = await reply_partition(settings.kafka, settings.instance)
     decoder = EventDecoder(settings.kafka, payloads)
     dispatcher = Dispatcher(settings.kafka, partition, decoder)
@@ -143,4 +164,4 @@ async def _open_door(settings: BridgeSettings, stack: AsyncExitStack) -> tuple[F
     Joins(dispatcher, resumes)
     stack.push_async_callback(resumes.stop)
     auth = Authenticator(tenants, secret, Reply(TOKENS, partition), settings.grant_ttl_ms)
-    return FrontDoor(settings, auth, models, producer, dispatcher, resumes), reading
+    return FrontDoor(settings, auth, models, workers, producer, dispatcher, resumes), reading

@@ -48,7 +48,7 @@ ROLES = (
     Role(
         "bridge",
         "the front door",
-        (TOKENS, ALL_TENANT_TOKENS, TENANTS, REGISTRY, SCHEMAS, LIFECYCLE, ANSWERS),
+        (TOKENS, ALL_TENANT_TOKENS, TENANTS, REGISTRY, WORKERS, SCHEMAS, LIFECYCLE, ANSWERS),
         (requests_topic(INTERACTIVE), requests_topic(BATCH), SCHEMAS),
     ),
     Role(

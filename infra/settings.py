@@ -326,5 +326,6 @@ class BridgeSettings(ProcessSettings):
     reader_stall_ms: int = 30_000
     socket_requests_max: int = 64
     open_requests_max: int = 10_000
+    worker_stale_ms: int = 10_000  # a worker that has not reported for so long makes no model ready
     drain_ms: int = 10_000
     cors_origins: tuple[str, ...] = ()

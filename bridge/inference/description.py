@@ -136,7 +136,7 @@ def paths() -> dict[str, Any]:
         "/v2/health/ready": {"get": _health("Whether the server takes calls", "ready")},
         "/v2/repository/index": {
             "post": {
-                "summary": "List the models with their versions",
+                "summary": "List the models with their versions, all or those that are ready",
                 "requestBody": _body(_object({"ready": {"type": "boolean"}}), required=False),
                 "responses": {"200": _answer({"type": "array"}), **_errors("400", "401", "403", "413")},
             }
@@ -148,7 +148,7 @@ def paths() -> dict[str, Any]:
         ("/v2/models/{model}/versions/{version}", [model, _path("version")]),
     ):
         found[path] = {"get": {**_get("Describe a model", "ModelMetadata", *_READ), "parameters": parameters}}
-        ready = {**_health("Whether a model takes calls", "ready", *_READ), "parameters": parameters}
+        ready = {**_health("Whether a worker of a model is ready", "ready", *_READ), "parameters": parameters}
         del ready["security"]
         found[f"{path}/ready"] = {"get": ready}
         found[f"{path}/infer"] = {"post": _infer(parameters)}

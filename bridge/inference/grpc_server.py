@@ -179,7 +179,7 @@ class _Service:
 
     def __init__(self, door: FrontDoor, not_ready: Callable[[], str | None]) -> None:
         self._door = door
-        self._not_ready = not_ready
+        self._readiness = models.Readiness(door, not_ready)
 
     def require(self, context: Context) -> None:
         """Raises HeadraceError: invalid_api_key, permission_denied."""
@@ -189,7 +189,7 @@ class _Service:
         return message("ServerLiveResponse")(live=True)
 
     async def server_ready(self, _request: Any, _context: Context) -> Any:
-        return message("ServerReadyResponse")(ready=self._not_ready() is None)
+        return message("ServerReadyResponse")(ready=self._readiness.server)
 
     async def server_metadata(self, _request: Any, context: Context) -> Any:
         self._caller(context)
@@ -199,19 +199,19 @@ class _Service:
         """An answer and no error for what isn't there, as from Triton: clients ask to know."""
         self._caller(context)
         try:
-            models.find(self._door.models, request.name, request.version)
+            found = models.find(self._door.models, request.name, request.version)
         except HeadraceError:
             return message("ModelReadyResponse")(ready=False)
-        return message("ModelReadyResponse")(ready=self._not_ready() is None)
+        return message("ModelReadyResponse")(ready=self._readiness.why_not(found) is None)
 
     async def model_metadata(self, request: Any, context: Context) -> Any:
         self._caller(context)
         found = models.find(self._door.models, request.name, request.version)
         return message("ModelMetadataResponse")(**models.model_metadata(found))
 
-    async def repository_index(self, _request: Any, context: Context) -> Any:
+    async def repository_index(self, request: Any, context: Context) -> Any:
         self._caller(context)
-        return message("RepositoryIndexResponse")(models=models.repository_index(self._door.models))
+        return message("RepositoryIndexResponse")(models=self._readiness.index(ready_only=request.ready))
 
     async def model_infer(self, request: Any, context: Context) -> Any:
         caller = self._caller(context)

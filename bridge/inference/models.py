@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
+from bridge.door import FrontDoor
+from decisions.readiness import why_not_ready
 from infra.directory import ModelDirectory
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
@@ -14,7 +18,8 @@ from schemas.tensors import ANY, BYTES
 SERVER = "headrace"
 VERSION = "0.1.0"
 EXTENSIONS = ("binary_tensor_data", "model_repository", "parameters", "schedule_policy", "generate")
-READY = "READY"
+READY, UNAVAILABLE = "READY", "UNAVAILABLE"
+"""A version's states in the index, as Triton has them."""
 
 TEXT_INPUT, STREAM, SAMPLING_PARAMETERS, EXCLUDE_INPUT = (
     "text_input",
@@ -80,11 +85,37 @@ def model_metadata(version: ModelVersionRegistered) -> dict[str, Any]:
     }
 
 
-def repository_index(models: ModelDirectory) -> list[dict[str, str]]:
-    """`POST /v2/repository/index`: every model's served version."""
-    return [
-        {"name": version.model, "version": version.version, "state": READY, "reason": ""} for version in models.all()
-    ]
+class Readiness:
+    """Whether models can be served now: this front door takes calls, and a worker of the version is ready."""
+
+    def __init__(self, door: FrontDoor, not_ready: Callable[[], str | None]) -> None:
+        """`not_ready` gives the reason why no calls should come, or None."""
+        self._door = door
+        self._not_ready = not_ready
+
+    @property
+    def server(self) -> bool:
+        """Whether calls should come, for whatever model."""
+        return self._not_ready() is None
+
+    def why_not(self, version: ModelVersionRegistered) -> str | None:
+        """The reason why a version can't be served now, or None.
+
+        Reports grow old by this machine's clock, so a front door that reads none any more soon takes nobody for ready.
+        """
+        workers = self._door.workers.serving(version.model, version.version)
+        now_ms = int(time.time() * 1000)
+        return self._not_ready() or why_not_ready(workers, now_ms, self._door.settings.worker_stale_ms)
+
+    def index(self, *, ready_only: bool) -> list[dict[str, str]]:
+        """`POST /v2/repository/index`: every model's served version, or those that are ready."""
+        told = [_entry(version, self.why_not(version)) for version in self._door.models.all()]
+        return [entry for entry in told if entry["state"] == READY or not ready_only]
+
+
+def _entry(version: ModelVersionRegistered, reason: str | None) -> dict[str, str]:
+    state = READY if reason is None else UNAVAILABLE
+    return {"name": version.model, "version": version.version, "state": state, "reason": reason or ""}
 
 
 def _spec(spec: TensorSpec) -> dict[str, Any]:

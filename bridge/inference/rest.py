@@ -98,13 +98,13 @@ class _Rest:
 
     def __init__(self, door: FrontDoor, not_ready: Callable[[], str | None]) -> None:
         self._door = door
-        self._not_ready = not_ready
+        self._readiness = models.Readiness(door, not_ready)
 
     async def live(self, _request: Request) -> Response:
         return _json({"live": True})
 
     async def ready(self, _request: Request) -> Response:
-        ready = self._not_ready() is None
+        ready = self._readiness.server
         return _json({"ready": ready}, 200 if ready else 503)
 
     async def server(self, request: Request) -> Response:
@@ -118,7 +118,7 @@ class _Rest:
     async def model_ready(self, request: Request) -> Response:
         self._door.auth.from_headers(request.headers)
         found = models.find(self._door.models, *_named(request))
-        ready = self._not_ready() is None
+        ready = self._readiness.why_not(found) is None
         return _json({"name": found.model, "ready": ready}, 200 if ready else 503)
 
     async def index(self, request: Request) -> Response:
@@ -127,7 +127,7 @@ class _Rest:
         wish = read_json(raw).get("ready") if raw.strip() else None
         if wish is not None and not isinstance(wish, bool):
             raise invalid("ready must be true or false", "ready")
-        return _json(models.repository_index(self._door.models))
+        return _json(self._readiness.index(ready_only=bool(wish)))
 
     async def nothing(self, request: Request) -> Response:
         raise HeadraceError(Reason.NOT_FOUND, f"there is nothing at {request.url.path}; /docs lists what there is")

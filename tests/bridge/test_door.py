@@ -16,7 +16,7 @@ from bridge.event_ids import EventIds
 from bridge.openai_chat import ChatCall
 from bridge.resume import Resumes, Wish
 from bridge.streams import Dispatcher
-from infra.directory import ModelDirectory, TenantDirectory
+from infra.directory import ModelDirectory, TenantDirectory, WorkerDirectory
 from infra.grants import read
 from infra.log import EventDecoder, NotDelivered
 from infra.settings import BridgeSettings, KafkaSettings
@@ -85,7 +85,8 @@ async def door(producer: FakeProducer, tenants: FakeTenants) -> FrontDoor:
     decoder = EventDecoder(kafka)
     dispatcher = Dispatcher(kafka, 1, decoder)
     resumes = Resumes(settings, dispatcher, decoder, EventIds(SECRET))
-    return FrontDoor(settings, auth, ModelDirectory(kafka), producer, dispatcher, resumes)  # type: ignore[arg-type]
+    models, workers = ModelDirectory(kafka), WorkerDirectory(kafka)
+    return FrontDoor(settings, auth, models, workers, producer, dispatcher, resumes)  # type: ignore[arg-type]
 
 
 def requests(**fields: Any) -> list[InferenceRequested]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,10 +17,12 @@ from schemathesis.specs.openapi.checks import content_type_conformance, response
 from bridge.openapi import document
 from tests.bridge.conftest import KEY, MODEL, RunningBridge
 from tests.bridge.published import PUBLISHED
+from tests.bridge.reporting import ready_workers
 from tests.bridge.tensors import FILES, RANKS, SUM, identity
 
 EXAMPLES = 12
-MODELS = st.sampled_from([SUM, RANKS, FILES, MODEL, identity("BYTES"), identity("FP32"), "nobody", "ä/%00"])
+SERVED = (SUM, RANKS, FILES, MODEL, identity("BYTES"), identity("FP32"))
+MODELS = st.sampled_from([*SERVED, "nobody", "ä/%00"])
 CHECKS = [not_a_server_error, response_schema_conformance, content_type_conformance]
 PLAIN_SCHEMA = json.loads(json.dumps(document()))
 
@@ -38,6 +41,13 @@ OPERATIONS = {
 
 RIGHT = [(name, GenerationMode.POSITIVE) for name in OPERATIONS]
 WRONG = [(name, GenerationMode.NEGATIVE) for name in OPERATIONS if " POST " in name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers(bridge: RunningBridge) -> Iterator[None]:
+    """A model without one is answered by 503."""
+    with ready_workers(bridge, *SERVED):
+        yield
 
 
 @pytest.mark.parametrize(("name", "mode"), [*RIGHT, *WRONG])

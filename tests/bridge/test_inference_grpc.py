@@ -31,6 +31,7 @@ from schemas.reasons import Reason
 from schemas.tensors import DATATYPES
 from schemas.topics import BATCH, TENANTS, requests_topic
 from tests.bridge.conftest import BATCH_ONLY, KEY, MODEL, REVOKED, RunningBridge
+from tests.bridge.reporting import ready_workers
 from tests.bridge.tensors import FAILS, FAULT, FILES, HANGS, RANKS, SUM, identity
 from tests.bridge.test_inference_rest import sample
 
@@ -150,17 +151,18 @@ def test_several_inputs_ranks_and_parameters(client: triton.InferenceServerClien
     assert answer.as_numpy("label").tolist() == [[b"short"]]
 
 
-def test_what_is_served(client: triton.InferenceServerClient) -> None:
+def test_what_is_served(client: triton.InferenceServerClient, bridge: RunningBridge) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
-    assert client.is_model_ready(SUM, headers=AUTH)
-    assert not client.is_model_ready("nobody", headers=AUTH)
-    assert not client.is_model_ready(SUM, "v2", headers=AUTH)
+    with ready_workers(bridge, SUM, MODEL):
+        assert client.is_model_ready(SUM, headers=AUTH)
+        assert not client.is_model_ready("nobody", headers=AUTH)
+        assert not client.is_model_ready(SUM, "v2", headers=AUTH)
+        index = {item.name: item.state for item in client.get_model_repository_index(headers=AUTH).models}
+        assert index[SUM] == index[MODEL] == "READY"
     assert client.get_server_metadata(headers=AUTH).name == "headrace"
     metadata = client.get_model_metadata(SUM, headers=AUTH)
     assert [(spec.name, list(spec.shape)) for spec in metadata.inputs] == [("a", [-1, 3]), ("b", [-1, 3])]
-    index = {item.name: item.state for item in client.get_model_repository_index(headers=AUTH).models}
-    assert index[SUM] == index[MODEL] == "READY"
     with pytest.raises(InferenceServerException) as caught:
         client.get_model_metadata(SUM, "v2", headers=AUTH)
     assert caught.value.status() == "StatusCode.NOT_FOUND"

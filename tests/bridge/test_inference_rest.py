@@ -24,6 +24,7 @@ from decisions.signature import input_problem
 from schemas.tensors import DATATYPES, not_text
 from schemas.topics import BATCH, INTERACTIVE, requests_topic
 from tests.bridge.conftest import BATCH_ONLY, KEY, MODEL, RunningBridge
+from tests.bridge.reporting import ready_workers
 from tests.bridge.tensors import ADD, FAILS, FAULT, FILES, HANGS, RANKS, SUM, identity
 from tests.bridge.test_inference_elements import tensors
 
@@ -144,21 +145,28 @@ def test_binary_data_comes_back_bit_by_bit_but_for_bytes_that_are_no_text(
 def test_what_is_served(client: triton.InferenceServerClient, http: httpx.Client, bridge: RunningBridge) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
-    assert client.is_model_ready(SUM, headers=auth())
-    assert client.is_model_ready(SUM, "v1", headers=auth())
-    assert not client.is_model_ready(SUM, "v2", headers=auth())
+    with ready_workers(bridge, SUM, MODEL):
+        check_ready(client, http)
     assert not client.is_model_ready("nobody", headers=auth())
     metadata = client.get_model_metadata(SUM, headers=auth())
     assert metadata["platform"] == "onnx_onnxv1"
     assert metadata["inputs"][0] == {"name": "a", "datatype": "FP32", "shape": [-1, 3]}
     assert metadata["versions"] == ["v1"]
     assert "binary_tensor_data" in client.get_server_metadata(headers=auth())["extensions"]
+    assert client.get_model_metadata(MODEL, headers=auth())["inputs"][0]["name"] == "text_input"
+    for path in ("/v2", f"/v2/models/{SUM}"):
+        assert http.get(path).status_code == 200
+    for path in ("/v2", f"/v2/models/{SUM}", f"/v2/models/{SUM}/ready"):
+        assert httpx.get(f"{bridge.url}{path}").status_code == 401
+
+
+def check_ready(client: triton.InferenceServerClient, http: httpx.Client) -> None:
+    assert client.is_model_ready(SUM, headers=auth())
+    assert client.is_model_ready(SUM, "v1", headers=auth())
+    assert not client.is_model_ready(SUM, "v2", headers=auth())
+    assert http.get(f"/v2/models/{SUM}/ready").json() == {"name": SUM, "ready": True}
     index = {item["name"]: item["state"] for item in client.get_model_repository_index(headers=auth())}
     assert index[SUM] == index[MODEL] == "READY"
-    assert client.get_model_metadata(MODEL, headers=auth())["inputs"][0]["name"] == "text_input"
-    for path in ("/v2", f"/v2/models/{SUM}", f"/v2/models/{SUM}/ready"):
-        assert http.get(path).status_code == 200
-        assert httpx.get(f"{bridge.url}{path}").status_code == 401
 
 
 def body(*inputs: Any, **more: Any) -> dict[str, Any]:
