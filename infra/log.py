@@ -92,7 +92,6 @@ class EventProducer:
         self._rebuilding: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._silence: str | None = None
-        self._confirmed = 0
         self._closed = True
 
     @property
@@ -295,7 +294,7 @@ class EventProducer:
         except (TimeoutError, KafkaError) as error:
             silent = await silence(producer.client, self._settings)
             if producer.client.cluster.partitions_for_topic(topic) is None:
-                producer.client.set_topics(self._topics.union(self._meeting - Counter([topic]), [SCHEMAS]))
+                producer.client.set_topics(self._topics.union(self._meeting - Counter([topic])))
                 if silent is None and isinstance(error, TimeoutError):
                     raise NoSuchPartition(f"the topic {topic} doesn't exist") from None
                 raise NotDelivered(f"a record for {topic} can't be sent: {silent or error}") from error
@@ -335,7 +334,6 @@ class EventProducer:
         else:
             error = inner.exception()
         if error is None:
-            self._confirmed += 1
             if not outer.done():
                 outer.set_result(inner.result())
             return
@@ -368,17 +366,13 @@ class EventProducer:
         except BaseException:
             await _abandon(producer)
             raise
-        producer.client.add_topic(SCHEMAS)  # a client that has no topic asks for all there are, each time
         return producer
 
     async def _watch(self) -> None:
         """Know whether the log can be reached, also when nothing is sent; a replacement that was given up begins again."""
         while True:
-            before = self._confirmed
             await asyncio.sleep(WATCH_S)
-            if self._confirmed != before:
-                self._silence = None  # it has just answered
-            elif (producer := self._producer) is not None:
+            if (producer := self._producer) is not None:
                 self._silence = await silence(producer.client, self._settings)
             elif not self._ready.is_set():
                 self._begin_rebuilding()

@@ -12,7 +12,6 @@ from infra import log as log_module
 from infra.kafka import Producer
 from infra.log import EventProducer, NoSuchPartition, NotDelivered
 from infra.settings import KafkaSettings
-from schemas.topics import SCHEMAS
 
 
 class Silent:
@@ -57,7 +56,7 @@ async def test_a_broker_that_says_nothing_may_have_the_topic() -> None:
         await producer_on(broker).require("tokens", 0)
     assert caught.value.retriable
     assert "doesn't answer" in caught.value.message
-    assert broker.asked_for == {SCHEMAS}
+    assert broker.asked_for == set()
 
 
 async def test_a_broker_that_comes_back_in_time_has_it() -> None:
