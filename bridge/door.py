@@ -97,7 +97,7 @@ class FrontDoor:
         timeout_ms = max(self._timeout_ms(request) for request in requests)
         try:
             stored = await self._stored(requests, caller, timeout_ms / 1000)
-            await self._produce(call, caller, requests, stored, http_headers, min(PRODUCE_WAIT_S, timeout_ms / 1000))
+            await self._produce(call, caller, requests, stored, http_headers, timeout_ms)
         except BaseException:
             self.close(call, caller)
             raise
@@ -208,8 +208,9 @@ class FrontDoor:
         requests: Sequence[InferenceRequested],
         stored: Mapping[str, bytes],
         http_headers: Mapping[str, str],
-        wait_s: float,
+        timeout_ms: int,
     ) -> None:
+        wait_s = min(PRODUCE_WAIT_S, timeout_ms / 1000)
         trace = [
             (name, value.encode())
             for name in (TRACEPARENT_HEADER, TRACESTATE_HEADER)
@@ -219,7 +220,7 @@ class FrontDoor:
         topic = requests_topic(call.tier)
         loop = asyncio.get_running_loop()
         pending = len(requests)
-        too_late = loop.call_later(wait_s, call.fail, unreachable())
+        too_late = loop.call_later(wait_s, lambda: call.fail(self._not_taken(timeout_ms)))
 
         def confirmed(future: asyncio.Future[object]) -> None:
             nonlocal pending
@@ -241,14 +242,22 @@ class FrontDoor:
                     else:
                         future = await self.producer.send(topic, request, key=caller.tenant, headers=headers)
                     future.add_done_callback(confirmed)
-        except (TimeoutError, NotDelivered, NoSuchPartition) as error:
+        except TimeoutError:
+            raise self._not_taken(timeout_ms) from None
+        except (NotDelivered, NoSuchPartition) as error:
             _log.warning("a request was not taken by the log", error=repr(error))
             raise unreachable() from None
 
+    def _not_taken(self, timeout_ms: int) -> HeadraceError:
+        """Why the log hasn't confirmed a request in time: it is away, or its caller gave it less time than that takes."""
+        if timeout_ms < PRODUCE_WAIT_S * 1000 and self.producer.failure is None:
+            return _late(timeout_ms)
+        _log.warning("a request was not taken by the log", error="it doesn't answer")
+        return unreachable()
+
     def _set_deadline(self, call: Call, timeout_ms: int) -> None:
-        error = HeadraceError(Reason.DEADLINE_EXCEEDED, f"no whole answer came within {timeout_ms} ms")
         loop = asyncio.get_running_loop()
-        call.timer = loop.call_at(call.arrived_s + timeout_ms / 1000 + DEADLINE_GRACE_S, call.fail, error)
+        call.timer = loop.call_at(call.arrived_s + timeout_ms / 1000 + DEADLINE_GRACE_S, call.fail, _late(timeout_ms))
 
     def _timeout_ms(self, request: InferenceRequested) -> int:
         if request.timeout_ms is not None:
@@ -301,3 +310,7 @@ class FrontDoor:
         """Wait for the cancels under way."""
         if self._cancels:
             await asyncio.wait(set(self._cancels), timeout=timeout_s)
+
+
+def _late(timeout_ms: int) -> HeadraceError:
+    return HeadraceError(Reason.DEADLINE_EXCEEDED, f"no whole answer came within {timeout_ms} ms")

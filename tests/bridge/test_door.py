@@ -34,6 +34,7 @@ class FakeProducer:
 
     def __init__(self) -> None:
         self.mode = "ok"
+        self.failure: str | None = None
         self.sent: list[Any] = []
 
     async def send(self, _topic: str, event: Any, **_options: Any) -> asyncio.Future[None]:
@@ -121,6 +122,22 @@ async def test_a_record_that_is_never_confirmed_fails_its_call(
     door.close(call, CALLER)
     await door.stop()
     assert producer.sent[-1] == InferenceCancelled(call.request_id, "t")  # it may be in the log all the same
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"), [(None, Reason.DEADLINE_EXCEEDED), ("Kafka doesn't answer", Reason.UNAVAILABLE)]
+)
+async def test_who_gives_less_time_than_the_log_takes_hears_of_the_deadline(
+    door: FrontDoor, producer: FakeProducer, failure: str | None, reason: Reason
+) -> None:
+    producer.failure = failure
+    for mode in ("hang", "unconfirmed"):
+        producer.mode = mode
+        with pytest.raises(HeadraceError) as caught:
+            call = await door.open(CALLER, requests(timeout=0.02), {}, asyncio.get_running_loop().time())
+            await call.verdict()
+        assert caught.value.reason is reason
+    await door.stop()
 
 
 async def test_what_a_revoked_key_has_open_ends(door: FrontDoor, producer: FakeProducer, tenants: FakeTenants) -> None:
