@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -34,7 +34,7 @@ import psutil
 from aiokafka import TopicPartition
 
 from bench.rows import Row, conditions, row, show
-from bench.stack import private_stack
+from bench.stack import private_stack, stopped
 from cli.context import console
 from cli.registry import add_key, new_key, new_tenant, now_ms, write_tenant
 from cli.stack import Stack
@@ -120,32 +120,17 @@ async def _measured(model: ModelEntry, file: Path, *, quick: bool) -> dict[str, 
         for load in (theirs, *ours.values()):
             await load(QUICK_WARM_UP_S if quick else WARM_UP_S)
         for _ in range(QUICK_ROUNDS if quick else ROUNDS[model.name]):
-            with _stopped(_ours_but(peer.pid)):
+            with stopped(_ours_but(peer.pid)):
                 rate = await theirs(WINDOW_S)
             for way, load in ours.items():
-                with _stopped(_tree(peer.pid)):
+                with stopped(_tree(peer.pid)):
                     pairs[way].append((await load(WINDOW_S), rate))
             if not model.engine_args:
-                with _stopped(_ours_but(alone.pid)):
+                with stopped(_ours_but(alone.pid)):
                     rate = await alone.rate(WINDOW_S)
-                with _stopped(_tree(peer.pid)):
+                with stopped(_tree(peer.pid)):
                     pairs[FAR].append((await produce(MANY, WINDOW_S), rate))
     return pairs
-
-
-@contextmanager
-def _stopped(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """They stand still meanwhile."""
-    stopped = list(processes)
-    try:
-        for process in stopped:
-            with suppress(psutil.NoSuchProcess):
-                process.suspend()
-        yield
-    finally:
-        for process in stopped:
-            with suppress(psutil.NoSuchProcess):
-                process.resume()
 
 
 def _tree(pid: int) -> list[psutil.Process]:

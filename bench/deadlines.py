@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import aiohttp
 import orjson
@@ -18,7 +18,7 @@ import psutil
 
 from bench.load import now_s
 from bench.rows import Row, conditions, quantile_rows, show, tell_worst
-from bench.stack import private_stack
+from bench.stack import private_stack, stopped
 from cli.context import console
 from cli.stack import Stack
 from infra.models_file import ModelEntry
@@ -67,8 +67,8 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
                 beside = theirs, calls
         async with _busy(session, stack) as worker:
             theirs, calls = beside
-            for state, stopped in (("busy", contextlib.nullcontext()), ("stopped", _stopped(worker))):
-                with stopped:
+            for state, halted in (("busy", ()), ("stopped", (worker,))):
+                with stopped(halted):
                     ours = await _all(AT_WORKER, calls, _Asker(session, stack.url, SERVED))
                 console(stderr=True).print(f"headrace: {AT_WORKER} at once, the worker {state}: {calls} calls done")
                 rows += quantile_rows("deadline_late", f"{AT_WORKER}, worker {state}", ours, PEER, theirs)
@@ -86,16 +86,6 @@ async def _busy(session: aiohttp.ClientSession, stack: Stack) -> AsyncIterator[p
         await answer.content.readany()  # it has begun
         (pid,) = (each.pid for each in stack.supervisor.status() if each.name.startswith(f"worker-{SERVED}"))
         yield psutil.Process(pid)
-
-
-@contextlib.contextmanager
-def _stopped(process: psutil.Process) -> Iterator[None]:
-    """It stands still meanwhile."""
-    process.suspend()
-    try:
-        yield
-    finally:
-        process.resume()
 
 
 class _Asker:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
+
+import psutil
 
 from cli.context import console
 from cli.progress import Board
@@ -32,3 +34,18 @@ async def private_stack(models: tuple[ModelEntry, ...], env: Mapping[str, str] |
             yield stack
         finally:
             await stack.stop()
+
+
+@contextlib.contextmanager
+def stopped(processes: Iterable[psutil.Process]) -> Iterator[None]:
+    """They stand still meanwhile."""
+    halted = list(processes)
+    try:
+        for process in halted:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
+        yield
+    finally:
+        for process in halted:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()

@@ -34,11 +34,11 @@ from bench.batching import (
     _poster,
     _ready,
     _rows,
-    _stopped,
     _theirs,
     _tree,
     _Window,
 )
+from bench.stack import stopped
 from decisions.signature import input_problem
 from infra.ports import bind
 from schemas.errors import HeadraceError
@@ -126,7 +126,7 @@ async def test_who_is_not_measured_stands_still_with_all_it_started() -> None:
     try:
         while len(tree := _tree(server.pid)) < 2:  # noqa: ASYNC110  # nobody tells
             await asyncio.sleep(0.01)
-        with pytest.raises(KeyError), _stopped(tree):
+        with pytest.raises(KeyError), stopped(tree):
             while {process.status() for process in tree} != {psutil.STATUS_STOPPED}:  # noqa: ASYNC110  # nobody tells
                 await asyncio.sleep(0.01)
             raise KeyError
