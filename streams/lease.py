@@ -23,6 +23,7 @@ class Lease:
     """Renewed by each heartbeat that the coordinator answered, from the moment it was sent."""
 
     def __init__(self, session_timeout_ms: int, now_ms: Callable[[], int] = _now_ms) -> None:
+        self._session_ms = session_timeout_ms
         self._sure_ms = int(session_timeout_ms * SURE_SHARE)
         self._now_ms = now_ms
         self._proved_ms = 0
@@ -40,8 +41,8 @@ class Lease:
 
     @property
     def left_s(self) -> float:
-        """How long what was let in by now may still come to count."""
-        return max(0.0, (self.until_ms - self._now_ms()) / 1000)
+        """How long what was let in by now may still come to count: a whole session, for the brokers' clocks may be behind."""
+        return max(0.0, (self._proved_ms + self._session_ms - self._now_ms()) / 1000)
 
     def proved(self, since_ms: int | None = None) -> None:
         """The coordinator answered what was sent at that moment, or has just given partitions."""

@@ -73,3 +73,14 @@ def test_brokers_whose_clocks_are_ahead_are_allowed_for() -> None:
     assert lease.until_ms == clock.ms + 15_000
     lease.heard(clock.ms - 9_000)
     assert lease.until_ms == clock.ms + 6_000
+
+
+def test_what_was_let_in_may_come_to_count_for_as_long_as_a_session() -> None:
+    """The log takes it by a clock that may be behind, so its validity by that clock ends later."""
+    lease, clock = made()
+    lease.proved()
+    clock.ms += 6_000
+    assert not lease.holds
+    assert lease.left_s == 4
+    clock.ms += 5_000
+    assert lease.left_s == 0
