@@ -97,9 +97,9 @@ class Slots:
         if asking.ended or presence.looks == asking.looked:
             return asking.until_s
         asking.looked, asking.until_s = presence.looks, 0.0
-        needed = rules.crowded(case, self._world)
-        accounts = await self._ledgers.of(case.source.partition) if needed else None
-        if accounts is None:
+        accounts = await self._ledgers.of(case.source.partition)
+        needed = rules.crowded(case, self._world)  # no pause from here on until what ends is marked
+        if accounts is None or not needed:
             return 0.0
         tenant, now_s = case.grant.tenant, asyncio.get_running_loop().time()
         opened = accounts.opened(tenant)
