@@ -14,6 +14,7 @@ from bridge.calls import Call, Leg
 from bridge.errors import caller_param, stopping, store_away, unreachable
 from bridge.event_ids import Shape
 from bridge.idempotency import with_key
+from bridge.presence import Presence
 from bridge.resume import Place, Resumed, Resumes, Wish
 from bridge.streams import Dispatcher
 from decisions.validation import problem
@@ -42,7 +43,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class FrontDoor:
-    """What the endpoints share. `draining` refuses new calls while those under way end."""
+    """What the endpoints share. `draining` refuses new calls while those under way end. `presence.run` is to run meanwhile."""
 
     settings: BridgeSettings
     auth: Authenticator
@@ -52,8 +53,14 @@ class FrontDoor:
     dispatcher: Dispatcher
     resumes: Resumes
     draining: bool = False
+    presence: Presence = field(init=False)
     _cancels: set[asyncio.Task[None]] = field(default_factory=set)
     _served: dict[Caller, set[End]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Whatever is open is told of."""
+        self.presence = Presence(self.producer, lambda: len(self.dispatcher) + len(self.resumes), self.resumes.followed)
+        self.resumes.on_followed = self.presence.adopting
 
     async def open(
         self,
@@ -83,7 +90,7 @@ class FrontDoor:
             else:
                 self._check(request, inputs_checked)
         self._let_in(len(requests))
-        requests = with_key(requests, idempotency_key)
+        requests = self.presence.watching(with_key(requests, idempotency_key), outlives=outlives)
         call = Call(self.settings.reader_pending_bytes_max, arrived_s, outlives=outlives, keyed=bool(idempotency_key))
         call.tier, call.tenant = tier, caller.tenant
         self.serve(caller, call.fail)

@@ -29,6 +29,7 @@ from schemas.events import Reply
 from schemas.topics import (
     ANSWERS,
     BATCH,
+    DOORS,
     INTERACTIVE,
     LIFECYCLE,
     REGISTRY,
@@ -51,6 +52,7 @@ TOPICS = (
     TENANTS,
     REGISTRY,
     WORKERS,
+    DOORS,
     SCHEMAS,
     TOKENS,
     LIFECYCLE,
@@ -110,6 +112,7 @@ async def run(settings: BridgeSettings, stop: asyncio.Event) -> None:
         server = make_server(make_app(door, ready), settings.body_bytes_max + WS_ENVELOPE_BYTES, drain_s)
         calls = await _serve_grpc(settings, door, ready)
         revoking = asyncio.create_task(door.end_the_revoked(), name="revocations")
+        present = asyncio.create_task(door.presence.run(), name="presence")
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         host, port = listener.getsockname()[:2]
@@ -127,6 +130,7 @@ async def run(settings: BridgeSettings, stop: asyncio.Event) -> None:
             if ending is not None:
                 await ending
             await door.stop()
+            present.cancel()
         if reading.done():
             reading.result()
 

@@ -93,10 +93,16 @@ class Resumes:
         self._readers = Readers(settings.kafka, READERS_MAX)
         self.catching_up = CatchingUp(settings.kafka, decoder)
         self._open: set[Call] = set()
+        self._legs: set[Leg] = set()
+        self.on_followed: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         """How many resumed streams are open."""
         return len(self._open)
+
+    def followed(self) -> set[str]:
+        """The requests whose streams are read again, and which haven't ended."""
+        return {leg.request_id for leg in self._legs if not leg.ended}
 
     async def stop(self) -> None:
         """Stop reading for whoever is left."""
@@ -258,6 +264,9 @@ class Resumes:
 
     async def follow(self, place: TopicPartition, offset: int, leg: Leg, frees: ExitStack) -> None:
         """Read on from an offset until `frees` is closed. Raises HeadraceError (overloaded), KafkaError."""
+        self._legs.add(leg)
+        frees.callback(self._legs.discard, leg)
+        self.on_followed()
         follower = await self._followers.acquire(place)
         frees.callback(self._followers.release, follower)
         frees.callback(follower.unregister, leg)

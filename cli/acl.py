@@ -11,6 +11,7 @@ from schemas.topics import (
     BATCH,
     CONTROL,
     DEAD_LETTERS,
+    DOORS,
     INTERACTIVE,
     LIFECYCLE,
     REGISTRY,
@@ -49,12 +50,12 @@ ROLES = (
         "bridge",
         "the front door",
         (TOKENS, ALL_TENANT_TOKENS, TENANTS, REGISTRY, WORKERS, SCHEMAS, LIFECYCLE, ANSWERS),
-        (requests_topic(INTERACTIVE), requests_topic(BATCH), SCHEMAS),
+        (requests_topic(INTERACTIVE), requests_topic(BATCH), DOORS, SCHEMAS),
     ),
     Role(
         "admission",
         "judges requests",
-        (ALL_REQUESTS, TENANTS, REGISTRY, WORKERS, SCHEMAS, LIFECYCLE, ALL_LEDGERS, ALL_KEYS, ANSWERS),
+        (ALL_REQUESTS, TENANTS, REGISTRY, WORKERS, DOORS, SCHEMAS, LIFECYCLE, ALL_LEDGERS, ALL_KEYS, ANSWERS),
         (
             ALL_REQUESTS,
             ALL_WORK,

@@ -220,7 +220,7 @@ class Accounts:
             tenant.counters.update(ledger.settle(tenant.counters, hold, stray.tokens))
             self.queues.remove(served_by, event.tenant, event.request_id)
         else:
-            tenant.open[event.request_id] = Open(hold, _last_ms(event), event.reply, served_by)
+            tenant.open[event.request_id] = Open(hold, _last_ms(event), event.reply, served_by, door=event.door)
             self.queues.add(served_by, event.tenant, event.request_id)
 
     def _rejected(self, offset: int, event: InferenceRejected) -> None:
@@ -320,6 +320,11 @@ class Accounts:
         """What a tenant has reserved and spent, with what was decided here and isn't told yet."""
         known = self._tenants.get(tenant)
         return known.counters if known is not None else {}
+
+    def opened(self, tenant: str) -> Mapping[str, Open]:
+        """What of a tenant's is open, as far as it is told."""
+        known = self._tenants.get(tenant)
+        return known.open if known is not None else {}
 
     def open_requests(self, tenant: str, pool: str) -> int:
         """How many of a tenant's requests in a pool are let in and haven't ended."""

@@ -289,6 +289,21 @@ def check_quota(case: Case, world: World) -> Case | Refusal:
     return case.noting("quota", PASSED, detail, reserved=found, limited=bool(gauges), rates=rates)
 
 
+def crowded(case: Case, world: World) -> dict[str, int]:
+    """By scope, how many of its tenant's requests must end before a refused one has room, if nothing else keeps it out (`quota.crowded`).
+
+    Before it is tokenised only the answer's length is known of what it takes.
+    """
+    if case.hit is not None:
+        cost = cache.hit_cost(case.routed, case.hit)
+    elif case.deadline_ms:
+        cost = Cost(case.reserved_tokens)
+    else:
+        cost = Cost(max(1, (case.request.sampling.max_tokens or 0) * case.request.sampling.n))
+    limits, counters = _limits(case, world)
+    return quota.crowded(counters, limits, cost, case.requested_ms)
+
+
 def _limits(case: Case, world: World) -> tuple[Mapping[str, Quota], Counters]:
     """What limits a request, by scope, and what its tenant has used."""
     tenant = case.grant.tenant

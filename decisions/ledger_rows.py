@@ -13,13 +13,16 @@ from schemas.quick import quick
 @quick
 @dataclass(frozen=True, slots=True)
 class Open:
-    """`last_ms`: when it must have ended, its time limit after its deadline. `reply`: where its stream is. `pool`: what serves it."""
+    """`last_ms`: when it must have ended, its time limit after its deadline. `reply`: where its stream is. `pool`: what serves it. `door`: see
+    `decisions.presence`.
+    """
 
     hold: Hold
     last_ms: int
     reply: Reply | None
     pool: str = ""
     begun: bool = False
+    door: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,7 @@ def counter_of(saved: SavedCounter) -> Counter:
 def open_of(saved: SavedHold) -> Open:
     """An open request as it was."""
     hold = Hold(saved.charged_ms, Cost(saved.tokens, saved.requests, saved.running), saved.scopes)
-    return Open(hold, saved.last_ms, saved.reply, saved.pool, saved.begun)
+    return Open(hold, saved.last_ms, saved.reply, saved.pool, saved.begun, saved.door)
 
 
 def saved_counter(scope: str, counter: Counter) -> SavedCounter:
@@ -102,4 +105,5 @@ def _hold(named: tuple[str, Open]) -> SavedHold:
         opened.reply,
         opened.pool,
         opened.begun,
+        opened.door,
     )

@@ -248,6 +248,19 @@ def _fits(counters: Counters, limits: Mapping[str, Quota], cost: Cost, now_ms: i
     return True
 
 
+def crowded(counters: Counters, limits: Mapping[str, Quota], cost: Cost, now_ms: int) -> dict[str, int]:
+    """By scope, how many of the requests that run must end before this one has room; none if anything but limits on requests at once is in its way."""
+    found = {}
+    for gauge in gauges(counters, limits, now_ms):
+        amount = cost.amount(gauge.kind.unit)
+        if gauge.wait_ms(amount, now_ms) == 0:
+            continue
+        if gauge.kind.window is not None:
+            return {}
+        found[gauge.scope] = gauge.used + amount - gauge.limit
+    return found
+
+
 def exceeded(measured: Iterable[Gauge], cost: Cost, now_ms: int) -> Exceeded | None:
     """What keeps a request from being let in now, or None. Of several limits, the one that lasts longest is told."""
     worst: tuple[Gauge, int, int | None] | None = None

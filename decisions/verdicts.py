@@ -7,6 +7,7 @@ from dataclasses import replace
 from decisions import cache
 from decisions.cases import Case, Grant, Refusal, World
 from decisions.ledger import ALL_KEYS_AND_MODELS
+from decisions.presence import DOOR_CHARS_MAX
 from schemas.events import (
     InferenceAdmitted,
     InferenceCancelled,
@@ -23,6 +24,7 @@ MESSAGE_CHARS_MAX = 1_000
 """A refusal may quote the caller; no more than this of it travels."""
 CANCEL = "cancel"
 """The source of the ending that a cancel is."""
+YIELDED_TEXT = "Its front door is gone, and its tenant's next call took its slot."
 
 
 def scheduled(case: Case) -> InferenceScheduled:
@@ -82,6 +84,7 @@ def admitted(case: Case, valid_until_ms: int = 0) -> tuple[InferenceScheduled, I
         keyed=case.keyed,
         cached=case.hit is not None,
         valid_until_ms=valid_until_ms,
+        door=request.door if len(request.door) <= DOOR_CHARS_MAX else "",
     )
 
 
@@ -124,17 +127,26 @@ def cancelled(event: InferenceCancelled, grant: Grant, tier: str) -> tuple[Infer
 
     `tier` is empty if it isn't known: whoever has the request open takes it for its own.
     """
+    return _ended(event.request_id, grant.tenant, tier, Reason.CANCELLED.text)
+
+
+def yielded(request_id: str, tenant: str, tier: str) -> tuple[InferenceFailed, InferenceCancelled]:
+    """The same of a request that nobody watches any more, and whose slot another of its tenant needs."""
+    return _ended(request_id, tenant, tier, YIELDED_TEXT)
+
+
+def _ended(request_id: str, tenant: str, tier: str, message: str) -> tuple[InferenceFailed, InferenceCancelled]:
     ending = InferenceFailed(
-        request_id=event.request_id,
-        tenant=grant.tenant,
+        request_id=request_id,
+        tenant=tenant,
         model="",
         version="",
         tier=tier,
         reason=Reason.CANCELLED.value,
-        message=Reason.CANCELLED.text,
+        message=message,
         source=CANCEL,
     )
-    return ending, InferenceCancelled(event.request_id, grant.tenant)
+    return ending, InferenceCancelled(request_id, tenant)
 
 
 def named_for_cache(case: Case) -> Case:

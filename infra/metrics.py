@@ -89,6 +89,11 @@ REQUESTS = Counter(
     "Requests that ended, as this process saw it, by outcome: completed, or the reason from the closed list.",
     (*_TRAFFIC, "outcome"),
 )
+SLOTS_TAKEN_OVER = Counter(
+    "headrace_slots_taken_over",  # Shown as headrace_slots_taken_over_total.
+    "Requests that were ended since their front door was gone and their tenant's next needed the slot.",
+    ("tier",),
+)
 JOINED = Counter(
     "headrace_requests_joined",  # Shown as headrace_requests_joined_total.
     "Requests that were asked before, under the same key or id: the first's stream is their answer.",

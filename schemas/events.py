@@ -45,6 +45,7 @@ __all__ = [
     "DeadLetterSettled",
     "Decision",
     "Event",
+    "FrontDoorSeen",
     "GenerationReleased",
     "GenerationStarted",
     "GenerationTakenOver",
@@ -101,6 +102,7 @@ class InferenceRequested:
     What is asked again under one `idempotency_key` is answered by the first's stream. Where such a call has several requests, `call` tells
     each of them what they ask together and which of them it is.
     `cache_control` has the words of HTTP's header: `no-cache`, `no-store`, `max-age=SECONDS`.
+    `door` is the front door that cancels it when its caller leaves (see `FrontDoorSeen`); empty if nobody does.
     """
 
     request_id: str
@@ -118,6 +120,7 @@ class InferenceRequested:
     inputs: tuple[Tensor, ...] | None = None
     outputs: tuple[str, ...] = ()
     parameters: dict[str, str] = field(default_factory=dict)
+    door: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +296,7 @@ class InferenceAdmitted:
 
     It is void if its record's own time is later than `valid_until_ms` (0: never): its writer may have lost the partition by then.
     `keyed` says by what it is known when it is asked again.
-    What is `cached` is answered from the response cache: it runs nowhere.
+    What is `cached` is answered from the response cache: it runs nowhere. `door` is that of the request.
     """
 
     request_id: str
@@ -317,6 +320,7 @@ class InferenceAdmitted:
     valid_until_ms: int = 0
     keyed: Keyed | None = None
     cached: bool = False
+    door: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +438,18 @@ class PayloadStored:
     outline: bytes | None = None
 
 
-# --- workers, tenants, registry, schemas, dead-letters ---------------------------------------------------------------
+# --- doors, workers, tenants, registry, schemas, dead-letters --------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FrontDoorSeen:
+    """A front door is there, as of the record's timestamp: told every second while it has calls open. `door` names one run of its process.
+
+    `adopted` are the requests whose streams are read here by callers who have come back, wherever they had asked.
+    """
+
+    door: str
+    adopted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -582,6 +597,7 @@ Event = (
     | PayloadStored
     | LedgerSaved
     | RequestKeyed
+    | FrontDoorSeen
     | WorkerReported
     | TenantChanged
     | ModelVersionRegistered

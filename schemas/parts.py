@@ -284,7 +284,7 @@ class SavedCounter:
 class SavedHold:
     """What an open request holds: charged at that time, in these scopes. It must have ended at `last_ms`; its stream is at `reply`.
 
-    `pool` is the model version that serves it, as `model version`; `begun` says whether a worker has begun it.
+    `pool` is the model version that serves it, as `model version`; `begun` says whether a worker has begun it. `door` is that of its request.
     """
 
     request_id: str
@@ -297,3 +297,4 @@ class SavedHold:
     reply: Reply | None = None
     pool: str = ""
     begun: bool = False
+    door: str = ""

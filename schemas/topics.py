@@ -16,6 +16,7 @@ TOKENS = "tokens"
 ANSWERS = "answers"
 LIFECYCLE = "lifecycle"
 CONTROL = "control"
+DOORS = "doors"
 WORKERS = "workers"
 TENANTS = "tenants"
 REGISTRY = "registry"
@@ -136,6 +137,7 @@ def core_topics(counts: PartitionCounts = PartitionCounts()) -> tuple[TopicSpec,
         *(TopicSpec(ledger_topic(tier), counts.requests, "tenant and writer", compacted=True) for tier in TIERS),
         *(TopicSpec(idempotency_topic(tier), counts.requests, "tenant", KEY_KEPT_MS) for tier in TIERS),
         TopicSpec(CONTROL, 1, "request id", HOUR_MS),
+        TopicSpec(DOORS, 1, "door", HOUR_MS),
         TopicSpec(WORKERS, 1, "worker id", compacted=True),
         TopicSpec(TENANTS, 1, "tenant", compacted=True),
         TopicSpec(REGISTRY, 1, "model"),

@@ -52,6 +52,7 @@ from schemas.topics import (
     ANSWERS,
     CONTROL,
     DEAD_LETTERS,
+    DOORS,
     INTERACTIVE,
     LIFECYCLE,
     REGISTRY,
@@ -73,12 +74,13 @@ from streams.judge import Judge
 from streams.large import READ_WAIT_S, STORE_AWAY_TEXT, Claim, Large, Unread
 from streams.lease import Lease
 from streams.outbox import Outgoing, Together, deliver, reply_to
+from streams.presence import Slots
 from streams.tokenizers import Tokenizers
 from streams.turnstile import Turnstile, Unwanted
 from streams.world import LiveWorld
 
 PROCESS = "admission"
-TOPICS = (TENANTS, REGISTRY, WORKERS, SCHEMAS, TOKENS, LIFECYCLE, CONTROL, ANSWERS, DEAD_LETTERS)
+TOPICS = (TENANTS, REGISTRY, WORKERS, DOORS, SCHEMAS, TOKENS, LIFECYCLE, CONTROL, ANSWERS, DEAD_LETTERS)
 """What must be there beside the requests."""
 CANCEL_LOOK_S = 0.2
 """A request that is still being fetched may come to wait for its turn after its cancel."""
@@ -132,7 +134,7 @@ class Admission:
         self._producer = producer
         self._decoder = decoder
         self._world = world
-        self._judge = Judge(world, tokenizers, ledgers, turnstile, cache)
+        self._judge = Judge(world, tokenizers, ledgers, turnstile, cache, Slots(world, ledgers, producer))
         self._repeats = Repeats(world, producer, ledgers)
         self._large = Large(decoder, self._aside)
         self._topic = requests_topic(settings.tier)

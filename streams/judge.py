@@ -24,6 +24,7 @@ from schemas.topics import INTERACTIVE, work_topic
 from streams.accounts import Ledgers
 from streams.cache import ResponseCache
 from streams.faust_shell import LeftUndone
+from streams.presence import LOOK_S, Slots
 from streams.tokenizers import Aside, Tokenizers
 from streams.turnstile import Turnstile
 from streams.world import LiveWorld
@@ -37,16 +38,23 @@ WAITING_MAX, WAITING_OF_TENANT_MAX = 32, 4
 
 
 class Judge:
-    """Decides, and changes nothing."""
+    """Decides, and changes nothing but that who is gone makes way."""
 
     def __init__(
-        self, world: LiveWorld, tokenizers: Tokenizers, ledgers: Ledgers, turnstile: Turnstile, cache: ResponseCache
+        self,
+        world: LiveWorld,
+        tokenizers: Tokenizers,
+        ledgers: Ledgers,
+        turnstile: Turnstile,
+        cache: ResponseCache,
+        slots: Slots,
     ) -> None:
         self._turnstile = turnstile
         self._world = world
         self._cache = cache
         self._tokenizers = tokenizers
         self._ledgers = ledgers
+        self._slots = slots
         self._waiting: Counter[str] = Counter()
 
     @contextlib.asynccontextmanager
@@ -117,32 +125,34 @@ class Judge:
     async def _once_more(
         self, case: Case, verdict: cases.Verdict, checks: Iterable[tuple[str, cases.Check]]
     ) -> cases.Verdict:
-        """Judged again, for a while, if only what runs is in the way: who asks right after an answer is faster than the log tells its ending.
+        """Judged again, for a while, if only what runs is in the way: who asks right after an answer is faster than the log tells its ending, and
+        what runs may be nobody's any more (`streams.presence`).
 
         Few wait so, and fewer of one tenant: a flood is refused at once.
         """
-        refusal = verdict[1]
-        if refusal is None:
+        if not self._may_wait(verdict):
             return verdict
         tenant, loop = case.grant.tenant, asyncio.get_running_loop()
-        until_s = loop.time() + ENDING_TOLD_S
-        while (
-            refusal is not None
-            and (refusal.reason, refusal.retry_after_ms) == (Reason.RATE_LIMITED, ENDING_WAIT_MS)
-            and loop.time() < until_s
-            and self._waiting[tenant] < WAITING_OF_TENANT_MAX
-            and self._waiting.total() < WAITING_MAX
-        ):
+        told_s = loop.time() + ENDING_TOLD_S
+        with self._slots.asking() as asking:
             self._waiting[tenant] += 1
             try:
-                await self._ledgers.news(case.source.partition, until_s - loop.time())
+                while _only_what_runs(verdict[1]):
+                    until_s = max(told_s, await self._slots.look(verdict[0], asking))
+                    if (left_s := until_s - loop.time()) <= 0:
+                        break
+                    await self._ledgers.news(case.source.partition, min(left_s, LOOK_S))
+                    verdict = cases.judge(asking.noted(case), self._world, checks)
             finally:
                 self._waiting[tenant] -= 1
                 if not self._waiting[tenant]:
                     del self._waiting[tenant]
-            verdict = cases.judge(case, self._world, checks)
-            refusal = verdict[1]
         return verdict
+
+    def _may_wait(self, verdict: cases.Verdict) -> bool:
+        tenant = verdict[0].grant.tenant
+        few = self._waiting[tenant] < WAITING_OF_TENANT_MAX and self._waiting.total() < WAITING_MAX
+        return few and _only_what_runs(verdict[1])
 
     async def tokenise(self, case: Case, version: ModelVersionRegistered) -> Case:
         """The case with its prompt in a version's token ids. Raises HeadraceError if it can't be had."""
@@ -167,6 +177,11 @@ class Judge:
         if text is not None:
             inputs = text_tensors(await self._tokenizers.encode(strings(text), tokenizer, aside))
         return cases.prepared(case, inputs, tokenizer.vocab_size)
+
+
+def _only_what_runs(refusal: Refusal | None) -> bool:
+    """Whether there is room once something ends."""
+    return refusal is not None and (refusal.reason, refusal.retry_after_ms) == (Reason.RATE_LIMITED, ENDING_WAIT_MS)
 
 
 class _timed:  # noqa: N801  # reads as the verb it is; a generator would cost as much as a check

@@ -1,4 +1,4 @@
-"""What admission knows besides the request: tenants, models, workers, partition counts, and where work topics end."""
+"""What admission knows besides the request: tenants, models, workers, front doors, partition counts, and where work topics end."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered, TenantChanged
 from schemas.reasons import Reason
 from streams.accounts import Ledgers
+from streams.presence import LivePresence
 
 KNOWN_S = 30.0
 """How long a topic's partition count is believed."""
@@ -93,6 +94,7 @@ class LiveWorld:
         self.models = ModelDirectory(settings)
         self._tenants = TenantDirectory(settings)
         self._workers = WorkerDirectory(settings)
+        self.presence = LivePresence(settings)
         self.ledgers: Ledgers | None = None
         self._ends: dict[tuple[str, int], int] = {}
         self._missing: dict[str, float] = {}
@@ -101,16 +103,17 @@ class LiveWorld:
     def failure(self) -> str | None:
         """Why the world is seen as it was and not as it is, or None."""
         ledgers = self.ledgers.failure if self.ledgers is not None else None
-        return self.models.failure or self._tenants.failure or self._workers.failure or ledgers
+        directories = self.models.failure or self._tenants.failure or self._workers.failure
+        return directories or self.presence.failure or ledgers
 
     async def start(self) -> None:
         """Read everything up to now, then follow."""
         await self.counts.start()
-        await asyncio.gather(self.models.start(), self._tenants.start(), self._workers.start())
+        await asyncio.gather(self.models.start(), self._tenants.start(), self._workers.start(), self.presence.start())
 
     async def stop(self) -> None:
         """Stop following."""
-        await asyncio.gather(self.models.stop(), self._tenants.stop(), self._workers.stop())
+        await asyncio.gather(self.models.stop(), self._tenants.stop(), self._workers.stop(), self.presence.stop())
         await self.counts.stop()
 
     def tenant(self, name: str) -> TenantChanged | None:

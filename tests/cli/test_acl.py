@@ -82,6 +82,11 @@ def test_the_front_door_writes_to_the_topic_of_each_tier() -> None:
         assert any(line.endswith(f"--operation Write --operation Describe --topic requests.{tier}") for line in own)
 
 
+def test_front_doors_alone_tell_that_they_are_there_and_admission_reads_it() -> None:
+    assert {role.name for role in ROLES if "doors" in role.writes} == {"bridge"}
+    assert {role.name for role in ROLES if "doors" in role.reads} == {"admission"}
+
+
 def test_the_front_door_reads_which_workers_are_ready_and_workers_alone_tell() -> None:
     own = [line for line in commands("b:1") if "User:headrace-bridge" in line]
     assert any(line.endswith("--operation Read --operation Describe --topic workers") for line in own)

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from decisions.ledger import STEP_BACK_MS, Charges, Cost, Counter, Hold, Unit, Window, settle, span
-from decisions.quota import Exceeded, gauges, limits_for, rates, reserve
+from decisions.quota import Exceeded, crowded, gauges, limits_for, rates, reserve
 from schemas.events import (
     InferenceAdmitted,
     InferenceFailed,
@@ -85,6 +85,9 @@ class Tenant:
         assert refusal is not None
         assert self.counters == before
         return refusal
+
+    def crowded(self, tokens: int = 0, at: int = 0, key: str = "k1", model: str = "m") -> dict[str, int]:
+        return crowded(self.counters, limits_for(self.quotas, key, model), Cost(tokens), NOW + at)
 
     def end(self, index: int, used: int) -> None:
         self.counters |= settle(self.counters, self.holds[index], used)

@@ -420,6 +420,15 @@ def test_a_tenant_with_more_open_than_a_record_takes_is_read_from_its_last_row_o
     assert [row.tenant for row in saved(accounts, 9, NOW)] == ["acme", ""]
 
 
+def test_which_door_watches_what_is_open_is_known_as_long_as_it_is_open_and_after_a_restart() -> None:
+    accounts = told(admitted(R, door="a"), admitted(Q, 1))
+    assert {name: one.door for name, one in accounts.opened("acme").items()} == {"r": "a", "q": ""}
+    assert restored(saved(accounts, 9, NOW)).opened("acme") == accounts.opened("acme")
+    tell(accounts, ending("r", 5))
+    assert set(accounts.opened("acme")) == {"q"}
+    assert not accounts.opened("nobody")
+
+
 def test_where_a_stream_is_is_known_while_it_is_open() -> None:
     accounts = told(admitted(R))
     here = admitted(R).reply

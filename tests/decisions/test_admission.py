@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, reply_refusal
+from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, crowded, reply_refusal
 from decisions.cases import Case, Refusal, judge, prepared, refuse, tokenised
 from decisions.quota import EACH, ENDING_WAIT_MS
 from decisions.signature import BATCH_MAX, text_tensors
-from decisions.verdicts import CANCEL, admitted, cancelled, rejected
+from decisions.verdicts import CANCEL, YIELDED_TEXT, admitted, cancelled, rejected, yielded
 from schemas.events import (
     ApiKey,
     Decision,
@@ -337,6 +337,15 @@ def test_a_quota_counts_what_its_own_partition_and_tenant_have_used() -> None:
     assert (refusal.retry_after_ms, refusal.rates) == (ENDING_WAIT_MS, Rates())
 
 
+def test_a_refused_request_is_told_how_many_must_end_before_and_after_it_is_tokenised() -> None:
+    world = limited(quota(concurrent_requests=1, tokens_per_minute=2 * COST))
+    assert crowded(taking(world, case(sampling=ASKED)), world) == {"": 1}
+    before, _ = judge(case(sampling=ASKED), world, BEFORE_TOKENISING)
+    assert crowded(before, world) == {"": 1}
+    before, _ = judge(case(sampling=Sampling(max_tokens=2 * COST)), world, BEFORE_TOKENISING)
+    assert crowded(before, world) == {}, "its tokens have no room either"
+
+
 def test_every_choice_needs_room() -> None:
     world = limited(quota(tokens_per_minute=2 + 3 * 10))
     assert refused(case(sampling=Sampling(n=4, max_tokens=10)), world).reason is Reason.RATE_LIMITED
@@ -539,6 +548,17 @@ def test_a_cancel_names_the_tenant_to_readers_and_workers() -> None:
 def test_a_cancel_of_what_admission_doesnt_know_names_no_tier() -> None:
     ending, _ = cancelled(InferenceCancelled(ID), FakeGrant(), "")
     assert (ending.tier, ending.source) == ("", CANCEL)
+
+
+def test_who_makes_way_is_cancelled_and_told_why() -> None:
+    ending, word = yielded(ID, "acme", "interactive")
+    assert (ending.tenant, ending.tier, ending.reason, ending.source) == ("acme", "interactive", "cancelled", "cancel")
+    assert (ending.message, word) == (YIELDED_TEXT, InferenceCancelled(ID, "acme"))
+
+
+def test_an_admission_names_the_door_that_watches_the_request_but_no_invented_one() -> None:
+    assert admitted(taking(FakeWorld(), case(door="0123456789ab")))[1].door == "0123456789ab"
+    assert admitted(taking(FakeWorld(), case(door="d" * 17)))[1].door == ""
 
 
 @given(

@@ -28,8 +28,9 @@ SCHEDULED = InferenceScheduled(
 
 
 def test_a_request_is_asked_as_it_was_under_a_new_id() -> None:
-    again = asked_again(REQUESTED, "new")
+    again = asked_again(replace(REQUESTED, door="a"), "new")
     assert (again.request_id, again.messages, again.timeout_ms) == ("new", REQUESTED.messages, 5_000)
+    assert not again.door, "nobody at a front door waits for it"
 
 
 def test_scheduled_work_is_asked_with_its_token_ids() -> None:

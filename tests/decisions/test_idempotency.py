@@ -57,7 +57,7 @@ R = RequestKeyed("acme", INTERACTIVE, K, "r", DOOR, "m", NOW)
 
 
 def test_who_asks_how_it_is_shown_and_how_long_is_waited_may_differ() -> None:
-    again = replace(CHAT, request_id=OTHER_ID, stream=False, timeout_ms=5)
+    again = replace(CHAT, request_id=OTHER_ID, stream=False, timeout_ms=5, door="another")
     assert keyed(again, DOOR) == keyed(CHAT, DOOR)
 
 

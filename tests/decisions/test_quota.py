@@ -77,6 +77,20 @@ def test_concurrency_is_free_when_one_has_ended() -> None:
     assert tenant.ask(10, at=300_000) is None
 
 
+def test_only_where_nothing_but_what_runs_at_once_is_in_the_way_it_is_told_how_many_must_end() -> None:
+    tenant = Tenant(quota(concurrent_requests=2, tokens_per_minute=100), quota(EACH, concurrent_requests=1))
+    assert tenant.crowded(10) == {}
+    assert tenant.ask(10) is None
+    assert tenant.crowded(10) == {"key k1": 1}
+    assert tenant.crowded(10, key="k2") == {}
+    assert tenant.ask(10, key="k2") is None
+    assert tenant.crowded(10) == {"": 1, "key k1": 1}
+    assert tenant.crowded(90) == {}
+    lowered = Tenant(quota(concurrent_requests=1))
+    lowered.counters = tenant.counters
+    assert lowered.crowded(10) == {"": 2}
+
+
 def test_a_budget_is_free_again_when_its_period_ends() -> None:
     tenant = Tenant(quota(tokens_per_day=100))
     assert tenant.ask(80) is None

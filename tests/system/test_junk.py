@@ -44,7 +44,7 @@ JUNK: tuple[bytes | None, ...] = (
     b"null",
 )
 COMPACTED = ("workers", "tenants", "schemas", *(ledger_topic(tier) for tier in TIERS))
-PASSED_OVER = ("workers", "tenants", "registry", "control")
+PASSED_OVER = ("workers", "doors", "tenants", "registry", "control")
 """Read into memory by many processes: each passes junk over and counts it."""
 
 
@@ -202,6 +202,7 @@ def test_on_the_topics_that_are_read_into_memory(
     for name, topic in (
         ("admission-interactive", "tenants"),
         ("admission-batch", "workers"),
+        ("admission-interactive", "doors"),
         ("bridge", "registry"),
         ("worker", "control"),
     ):
