@@ -55,6 +55,7 @@ from schemas.topics import (
     INTERACTIVE,
     LIFECYCLE,
     REGISTRY,
+    REQUEST_MAX_BYTES,
     SCHEMAS,
     TENANTS,
     TOKENS,
@@ -66,13 +67,14 @@ from schemas.topics import (
 from streams.accounts import Ledgers
 from streams.alone import Alone, TooManyWait
 from streams.cache import ResponseCache
-from streams.faust_shell import FaustShell, LeftUndone, Record
+from streams.faust_shell import FaustShell, LeftUndone, Parked, Record
 from streams.idempotency import Repeats
 from streams.intake import REKEYED_HEADER, Intake, read_record, salvage, shortened
 from streams.judge import Judge
 from streams.large import READ_WAIT_S, STORE_AWAY_TEXT, Claim, Large, Unread
 from streams.lease import Lease
 from streams.outbox import Outgoing, Together, deliver, reply_to
+from streams.parking import Parking
 from streams.tokenizers import Tokenizers
 from streams.turnstile import Turnstile, Unwanted
 from streams.world import LiveWorld
@@ -145,7 +147,7 @@ class Admission:
         try:
             intake = await read_record(record, self._decoder, self._settings.grant_secret)
             await self._dispatch(intake)
-        except LeftUndone:
+        except (LeftUndone, Parked):
             raise
         except Exception as error:
             if isinstance(error, HeadraceError) and error.reason is Reason.UNAVAILABLE:
@@ -188,7 +190,7 @@ class Admission:
         case = self._case(record, grant, request)
         held = self._turnstile.holds(grant.tenant, request.request_id)
         if case.keyed is None and held is not None and held.source != case.source:
-            await self._ask_again(case, held.grant.reply, child(record.headers))
+            await self._ask_again(case, held.reply, child(record.headers))
             return
         try:
             async with self._deciding.of(_id_name(grant.tenant, request.request_id)):
@@ -261,6 +263,8 @@ class Admission:
         record, trace = intake.record, child(intake.record.headers)
         refusal = rules.grant_refusal(grant, self._settings.tier, record.timestamp, self._world)
         asked = self._case(record, grant, shortened(self._large.known(reference), intake.timeout_ms))
+        if refusal is None and not await self._may_wait_unread(asked, reference):
+            return None
         claim = await self._until_roomy(record.partition)
         try:
             async with self._deciding.of(_id_name(grant.tenant, reference.request_id)):
@@ -273,9 +277,24 @@ class Admission:
         finally:
             claim.end()
 
+    async def _may_wait_unread(self, asked: Case, reference: PayloadStored) -> bool:
+        """Nobody watches a batch request: a new one isn't fetched before its turn is near. Raises Parked; False if its partition is gone."""
+        source = asked.source
+        accounts = await self._ledgers.of(source.partition)
+        if accounts is None:
+            return False
+        if accounts.standing(asked.grant.tenant, reference.request_id, source.offset)[0] is Standing.NEW:
+            size = max(0, min(reference.size_bytes, REQUEST_MAX_BYTES))
+            self._turnstile.park_unread(asked, size, roomy=self._roomy(source.partition))
+        return True
+
+    def _roomy(self, partition: int) -> bool:
+        """Whether what is held, or being fetched, of a batch partition leaves room for one more to be fetched."""
+        return self._settings.tier == INTERACTIVE or not (self._turnstile.full(partition) or self._large.busy)
+
     async def _until_roomy(self, partition: int) -> Claim:
-        """Nobody watches a batch request: it isn't fetched while what is held, or being fetched, of its partition takes all the room there is."""
-        while self._settings.tier != INTERACTIVE and (self._turnstile.full(partition) or self._large.busy):
+        """One that was parked already, or isn't new, waits here."""
+        while not self._roomy(partition):
             await self._a_while(partition)
         return Claim(self._large)
 
@@ -574,12 +593,15 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
     ledgers = Ledgers(settings.kafka, settings.tier, producer, decoder)
     world.ledgers = ledgers
     lease = Lease(settings.session_timeout_ms)
-    turnstile = Turnstile(world, settings.tier, settings.worker_stale_ms)
+    parking = Parking(settings, producer) if settings.tier != INTERACTIVE else None
+    turnstile = Turnstile(world, settings.tier, settings.worker_stale_ms, parking)
     cache = ResponseCache(settings, world, decoder)
     admission = Admission(settings, producer, decoder, world, tokenizers, ledgers, lease, turnstile, cache)
     group = f"admission.{settings.tier}"
     shell = FaustShell(settings, topic, group, admission.handle, OPEN_MAX, lease, (ledgers, turnstile))
     turnstile.reading = shell
+    if parking is not None:
+        parking.reading = shell
     waiting: str | None = "connecting"
 
     def wait(missing: str) -> None:
@@ -615,6 +637,8 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
         cleanup.push_async_callback(ledgers.stop)
         cleanup.push_async_callback(shell.stop)
         cleanup.push_async_callback(ledgers.save_last)
+        if parking is not None:
+            cleanup.push_async_callback(parking.stop)
         cleanup.callback(turnstile.close)
         await shell.start()
         log.info("admission runs", tier=settings.tier)
