@@ -201,12 +201,14 @@ class Turnstile:
     def _too_many(self, case: Case, size: int) -> Refusal | None:
         if self._tier != INTERACTIVE:
             return None
-        own = self._held_of((case.routed.model, case.routed.version), case.grant.tenant)
+        place = case.routed.model, case.routed.version
+        own = self._held_of(place, case.grant.tenant)
         full = len(self._by_id) >= HELD_MAX or sum(self._bytes_of_partition.values()) + size > HELD_BYTES_MAX
         if own < HELD_OF_TENANT_MAX and not full:
             return None
         text = f"{own} requests of this tenant wait for the model `{case.routed.model}` already. Try again later."
-        return Refusal(Reason.OVERLOADED, text, "model", rules.RETRY_AFTER_MIN_MS)
+        beside = len(self._held.get(place, ())) or 1  # as many of each begin
+        return Refusal(Reason.OVERLOADED, text, "model", rules.room_in_ms(rules.outlook(case, self._world), beside))
 
     # --- who is held -------------------------------------------------------------------------------------------------
 
