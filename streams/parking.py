@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -59,8 +59,11 @@ class Again(Protocol):
 class Parking:
     """One tier's. What is parked is known here alone, and in the log."""
 
-    def __init__(self, settings: AdmissionSettings, producer: EventProducer) -> None:
+    def __init__(
+        self, settings: AdmissionSettings, producer: EventProducer, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`reading` must be set before anything is parked."""
+        self._clock = clock
         self._tier = settings.tier
         self._topic = requests_topic(settings.tier)
         self._rereading = Rereading(settings.kafka, self._topic)
@@ -107,7 +110,7 @@ class Parking:
 
     def _pace(self, partition: int) -> None:
         assert self.reading is not None
-        now_s = time.monotonic()
+        now_s = self._clock()
         self._until_s = max(self._until_s, now_s) + 1 / PARKED_A_SECOND_MAX
         if self._until_s > now_s + BURST_S and partition not in self._paced:
             self._paced.add(partition)
@@ -119,7 +122,7 @@ class Parking:
 
     def _read_on(self) -> None:
         assert self.reading is not None
-        if self._paced and time.monotonic() > self._until_s:
+        if self._paced and self._clock() > self._until_s:
             for number in self._paced:
                 self.reading.resume(number, PACED)
             self._paced.clear()
