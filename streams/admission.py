@@ -503,10 +503,10 @@ class Admission:
         refusal = rules.cancel_refusal(event, grant, self._settings.tier, record.timestamp)
         if refusal is not None:
             return await self._bury(record, refusal.reason, refusal.message)
-        held = self._turnstile.holds(grant.tenant, event.request_id) is not None
+        waiting = self._turnstile.holds(grant.tenant, event.request_id)
         await self._decided(grant.tenant, event.request_id)
-        reply = await self._reply_of(record, grant, event)
-        tier = self._settings.tier if held or reply is not None else ANY_TIER
+        reply = waiting.reply if waiting is not None else await self._reply_of(record, grant, event)
+        tier = self._settings.tier if reply is not None else ANY_TIER
         ending, word = verdicts.cancelled(event, grant, tier)
         records = [
             reply_to(reply or grant.reply, ending, ending.request_id),

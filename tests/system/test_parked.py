@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import pytest
@@ -111,7 +112,7 @@ def neighbours(stack: RunningStack) -> tuple[Lines, Lines]:
     mine = "flooding"
     other = next(f"beside{number}" for number in range(1_000) if partition(f"beside{number}") == partition(mine))
     for name in (mine, other):
-        tenant(stack, name)
+        stack.keys[name] = tenant(stack, name)
     return Lines(stack, mine), Lines(stack, other)
 
 
@@ -163,7 +164,8 @@ def test_behind_a_flood_others_are_served_and_heard_and_of_the_flood_each_is_ans
     assert log.first(unwanted, InferenceFailed).event.reason == "cancelled"  # type: ignore[union-attr]
     was = stack.pid("admission-batch")
     stack.kill("admission-batch")
-    flooding.cancel(unread)
+    assert stack.http(flooding.name).delete(f"/v1/streams/{unread}").status_code == HTTPStatus.ACCEPTED
+    assert stack.http(beside.name).delete(f"/v1/streams/{unread}").status_code == HTTPStatus.NOT_FOUND
     stack.until_restarted("admission-batch", was)
     assert log.first(unread, InferenceFailed).event.reason == "cancelled"  # type: ignore[union-attr]
 
