@@ -226,13 +226,17 @@ class Admission:
             case _:
                 log.info("asked again", request_id=request.request_id, standing=standing.value)
 
-    async def _decided(self, tenant: str, request_id: str) -> None:
-        """Returns when nothing is being decided of a request that isn't wanted any more. If it waits for its turn, it does so no longer."""
+    async def _decided(self, tenant: str, request_id: str) -> bool:
+        """Returns when nothing is being decided of a request that isn't wanted any more. If it waits for its turn, it does so no longer:
+        whether it did.
+        """
+        waited = False
         while True:
-            self._turnstile.cancel(tenant, request_id)
+            waited = self._turnstile.cancel(tenant, request_id) or waited
             try:
                 async with asyncio.timeout(CANCEL_LOOK_S):
-                    return await self._deciding.free(_id_name(tenant, request_id))
+                    await self._deciding.free(_id_name(tenant, request_id))
+                    return waited
             except TimeoutError:
                 pass
             except TooManyWait:
@@ -504,7 +508,7 @@ class Admission:
         if refusal is not None:
             return await self._bury(record, refusal.reason, refusal.message)
         waiting = self._turnstile.holds(grant.tenant, event.request_id)
-        await self._decided(grant.tenant, event.request_id)
+        waited = await self._decided(grant.tenant, event.request_id)
         reply = waiting.reply if waiting is not None else await self._reply_of(record, grant, event)
         tier = self._settings.tier if reply is not None else ANY_TIER
         ending, word = verdicts.cancelled(event, grant, tier)
@@ -512,6 +516,9 @@ class Admission:
             reply_to(reply or grant.reply, ending, ending.request_id),
             Outgoing(CONTROL, word, word.request_id),
         ]
+        if waiting is not None and waited:
+            told = verdicts.unwanted(event, grant.tenant, tier, waiting.model, waiting.source)
+            records.append(Outgoing(LIFECYCLE, told, grant.tenant, record.partition))
         await deliver(self._producer, records, child(record.headers))
         return None
 

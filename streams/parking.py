@@ -15,6 +15,7 @@ from typing import Protocol
 
 import structlog
 from aiokafka import ConsumerRecord
+from aiokafka.errors import KafkaError
 
 from decisions.cases import Case
 from decisions.lanes import PARKED_MAX, Lanes, Place, State, Stub, Wants
@@ -202,7 +203,10 @@ class Parking:
 
     async def rest(self) -> None:
         """Nothing is parked at present."""
-        await self._rereading.close()
+        try:
+            await self._rereading.close()
+        except (KafkaError, OSError) as error:
+            log.warning("a consumer doesn't close", error=repr(error))
 
     async def stop(self) -> None:
         """Read nothing again any more."""

@@ -67,19 +67,21 @@ class Rereading:
                     found.append(record)
             if batch:
                 until_s = loop.time() + STALL_S
-            elif loop.time() > until_s:
-                raise TimeoutError
             else:
-                await self._pass_lost(consumer, place, wanted)
+                await self._pass_lost(consumer, place, wanted, stalled=loop.time() > until_s)
         return found
 
-    async def _pass_lost(self, consumer: AIOKafkaConsumer, place: TopicPartition, wanted: deque[int]) -> None:
-        """Nothing came: what is below the log's beginning, or beyond its end, never will."""
-        begins, ends = await consumer.beginning_offsets([place]), await consumer.end_offsets([place])
-        for _ in range(len(wanted)):
-            if begins[place] <= wanted[0] < ends[place]:
-                wanted.append(wanted[0])
+    async def _pass_lost(
+        self, consumer: AIOKafkaConsumer, place: TopicPartition, wanted: deque[int], *, stalled: bool
+    ) -> None:
+        """Nothing came: what is below the log's beginning never will, nor what is beyond its end for long. Raises TimeoutError if there is more."""
+        begin, end = (await consumer.beginning_offsets([place]))[place], (await consumer.end_offsets([place]))[place]
+        while wanted and wanted[0] < begin:
             wanted.popleft()
+        while stalled and wanted and wanted[-1] >= end:
+            wanted.pop()
+        if stalled and wanted:
+            raise TimeoutError
 
     async def _at(self, place: TopicPartition) -> AIOKafkaConsumer:
         if self._consumer is None:

@@ -54,8 +54,9 @@ class Reading(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A request that waits for its turn: its record's place, and where its caller hears."""
+    """A request that waits for its turn: its model, its record's place, and where its caller hears."""
 
+    model: str
     source: Position
     reply: Reply
 
@@ -250,9 +251,11 @@ class Turnstile:
         """A request that waits and goes on waiting, if there is such a one."""
         held = self._by_id.get((tenant, request_id))
         if held is not None and not held.turn.done():
-            return Waiting(held.case.source, held.case.grant.reply)
+            return Waiting(held.case.routed.model, held.case.source, held.case.grant.reply)
         stub = self._parking.lanes.find(tenant, request_id) if self._parking is not None else None
-        return Waiting(Position(self._topic, stub.partition, stub.offset), stub.reply) if stub is not None else None
+        if stub is None:
+            return None
+        return Waiting(stub.place[0], Position(self._topic, stub.partition, stub.offset), stub.reply)
 
     def full(self, partition: int) -> bool:
         """Whether what is held of a partition takes as much memory as it may."""

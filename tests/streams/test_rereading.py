@@ -64,7 +64,10 @@ async def test_neighbours_and_what_lies_far_apart_come_in_order(rereading: Rerea
     assert await found(rereading, 0, 3) == [3]
 
 
-async def test_what_the_log_has_no_more_is_left_out(kafka: KafkaSettings, topic: str, rereading: Rereading) -> None:
+async def test_what_the_log_has_no_more_is_left_out(
+    kafka: KafkaSettings, topic: str, rereading: Rereading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streams.rereading.STALL_S", 1.0)
     admin = make_admin(kafka)
     await admin.start()
     try:
