@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
-from aiokafka.errors import KafkaError
+from aiokafka.errors import KafkaError, OffsetOutOfRangeError
 
 from infra.kafka import make_consumer, stop_consumer
 from infra.settings import KafkaSettings
@@ -57,7 +57,11 @@ class Rereading:
                 consumer.seek(place, wanted[0])
                 self._next = wanted[0]
             most = min(wanted[-1] - self._next, GAP_MAX) + 1
-            batch = (await consumer.getmany(place, timeout_ms=POLL_MS, max_records=most)).get(place, ())
+            try:
+                batch = (await consumer.getmany(place, timeout_ms=POLL_MS, max_records=most)).get(place, ())
+            except OffsetOutOfRangeError:  # below the log's beginning, or beyond its end
+                batch, self._next = (), None
+                await asyncio.sleep(POLL_MS / 1000)
             for record in batch:
                 self._next = record.offset + 1
                 while wanted and wanted[0] < record.offset:
@@ -86,7 +90,10 @@ class Rereading:
     async def _at(self, place: TopicPartition) -> AIOKafkaConsumer:
         if self._consumer is None:
             consumer = make_consumer(
-                self._settings, max_partition_fetch_bytes=FETCH_BYTES_MAX, fetch_max_wait_ms=FETCH_WAIT_MS
+                self._settings,
+                auto_offset_reset="none",
+                max_partition_fetch_bytes=FETCH_BYTES_MAX,
+                fetch_max_wait_ms=FETCH_WAIT_MS,
             )
             self._consumer, self._place = consumer, None
             await consumer.start()

@@ -38,12 +38,12 @@ from tests.system.test_tiers import committed, ends
 
 pytestmark = pytest.mark.timeout(240)
 FLOODED, CLEAR = "flooded", "clear"
-LINES = 3_000
+LINES = 2_000
 AT_ONCE_MAX = 600
 """No more of them than that are held, or were let in."""
 SECONDS = 20.0
 """Of a test that says that something takes no more than seconds, on a machine that does other things, too."""
-SHORT_MS, LONG_MS = 2_000, 12_000
+SHORT_MS, LONG_MS = 2_000, 8_000
 DONE_S = 120.0
 LOOK_S = 0.2
 STREAM = (*StreamEvent.__args__, InferenceRejected)
