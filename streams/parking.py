@@ -32,8 +32,8 @@ from streams.rereading import Rereading
 
 PARKED_A_SECOND_MAX = 1_000
 """No partition is read on faster than that while its records are parked, all together;"""
-BURST_S = 0.5
-"""of so many seconds they may come at once."""
+BURST_S, READ_ON_S = 1.0, 0.5
+"""of so many seconds they may come at once, and are read on when so many are left: it takes a while until the next come."""
 CALLED_MAX, CALLED_BYTES_MAX = 256, 8 * 1024 * 1024
 """Read again in one go."""
 RETRY_S = 1.0
@@ -123,7 +123,7 @@ class Parking:
 
     def _read_on(self) -> None:
         assert self.reading is not None
-        if self._paced and self._clock() > self._until_s:
+        if self._paced and self._until_s < self._clock() + READ_ON_S:
             for number in self._paced:
                 self.reading.resume(number, PACED)
             self._paced.clear()

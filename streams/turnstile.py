@@ -24,7 +24,7 @@ from decisions.queues import pool_name
 from infra import metrics
 from schemas.events import ModelVersionRegistered, Position, Reply, TenantChanged
 from schemas.reasons import Reason
-from schemas.topics import INTERACTIVE, requests_topic
+from schemas.topics import DAY_MS, INTERACTIVE, requests_topic
 from streams.faust_shell import LeftUndone
 from streams.parking import Parking
 from streams.world import LiveWorld
@@ -39,6 +39,8 @@ HELD_OF_LANE_MAX, LOW_LANE, HELD_OF_PARTITION_MAX, FEW_HELD = 256, 128, 512, 32
 """Of other tiers so many are held of one tenant for one version; from `LOW_LANE` down more of what is parked is read again. Where a
 partition has many that are held, no more than a few of each."""
 HELD_OF_PARTITION_BYTES_MAX = 32 * 1024 * 1024
+UNREAD = "", ""
+"""The lane of what is in the object store and doesn't say for which model it is."""
 FORCE_LOOK_S = 1.0
 """So often it is looked whether all that wait may still ask."""
 
@@ -152,16 +154,19 @@ class Turnstile:
 
     def park_unread(self, case: Case, size: int, *, roomy: bool) -> None:
         """A new request of `size` bytes, of whose content nothing is read yet. Raises Parked if it had better wait so; not if it did before."""
-        source, version = case.source, self._world.stable(case.request.model)
-        if self._parking is None or version is None or case.tier not in version.tiers:
+        if self._parking is None:
             return
-        place, lanes = (version.model, version.version), self._parking.lanes
+        source, version, lanes = case.source, self._world.stable(case.request.model), self._parking.lanes
+        place, deadline_ms = UNREAD, case.requested_ms + (case.request.timeout_ms or DAY_MS)
+        if version is not None and case.tier in version.tiers:
+            place = version.model, version.version
+            dated = rules.check_deadline(replace(case, version=version), self._world)
+            assert isinstance(dated, Case)
+            deadline_ms = dated.deadline_ms
         if lanes.called_at(source.partition, source.offset) or (roomy and not lanes.behind(place, case.grant.tenant)):
             return
-        dated = rules.check_deadline(replace(case, version=version), self._world)
-        assert isinstance(dated, Case)
         self._look_after()
-        raise self._parking.park(dated, place, size, dated.deadline_ms)
+        raise self._parking.park(case, place, size, deadline_ms)
 
     def leave(self, case: Case) -> None:
         """A request that went through is decided: from now on its ledger tells whether it waits."""
@@ -289,6 +294,8 @@ class Turnstile:
 
     def _wants(self, place: Version, tenant: str, partition: int, called: int) -> int:
         """How many more of a lane are to be read again, to be held."""
+        if place == UNREAD:
+            return FEW_HELD - called
         at_hand = self._held_of(place, tenant) + called
         if self.full(partition):
             return 1 - at_hand

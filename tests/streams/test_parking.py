@@ -179,15 +179,17 @@ async def test_a_flood_is_read_at_its_pace_and_no_further_than_there_is_room(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PARKED_A_SECOND_MAX", 10)
-    for offset in range(8):
+    for offset in range(12):
         site.park(offset)
+    assert site.log.paused == {(0, PACED)}
+    site.parking._read_on()
     assert site.log.paused == {(0, PACED)}
     site.now_s += 1.0
     site.parking._read_on()
     assert site.log.paused == set()
 
     monkeypatch.setattr(site.parking.lanes, "full", lambda _number, _of, most=PARKED_MAX: most == PARKED_MAX)
-    site.park(9)
+    site.park(20)
     assert site.log.paused == {(0, MANY_PARKED)}
     site.now_s += 1.0
     await site.look(0)
