@@ -179,7 +179,11 @@ class Parking:
             return
         stub.handled = True
         task = await self.reading.again(record, done)
-        task.add_done_callback(lambda _: self.lanes.end(stub))
+        task.add_done_callback(lambda _: self._over(stub))
+
+    def _over(self, stub: Stub) -> None:
+        self.lanes.end(stub)
+        self._told()
 
     async def _lost(self, stub: Stub) -> None:
         """The log has no more of a request: its caller is told so, if its reply partition is there."""

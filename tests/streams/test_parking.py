@@ -12,6 +12,7 @@ from aiokafka.structs import RecordMetadata
 
 from decisions.cases import Case
 from decisions.lanes import PARKED_MAX
+from infra import metrics
 from infra.grants import Grant
 from infra.settings import AdmissionSettings
 from schemas.errors import HeadraceError
@@ -117,6 +118,7 @@ async def test_what_is_wanted_is_read_in_one_go_and_handled_in_order(site: Site)
     await site.look()
     assert site.acked == [0, 1, 2, 3, 4]
     assert not site.parking.busy
+    assert metrics.PARKED.labels(BATCH)._value.get() == 0
 
 
 async def test_while_the_log_is_away_it_waits_and_keeps_its_place(site: Site) -> None:
