@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from infra.directory import TenantDirectory
-from infra.grants import Grant, mint
+from infra.grants import Grant, mint, read
 from schemas.errors import HeadraceError
 from schemas.events import Reply
 from schemas.reasons import Reason
-from schemas.topics import INTERACTIVE
+from schemas.topics import GRANT_HEADER, INTERACTIVE
 
 KEY_CHARS_MAX = 256
 GRANTS_KEPT_MAX = 10_000
@@ -89,6 +89,15 @@ class Authenticator:
         while len(self._grants) > GRANTS_KEPT_MAX:
             self._grants.popitem(last=False)
         return token
+
+    def reply_of(self, tenant: str, headers: Sequence[tuple[str, bytes]]) -> Reply | None:
+        """Where the answer to a record goes, by its grant; None if that isn't a good one of this tenant's."""
+        token = dict(headers).get(GRANT_HEADER)
+        try:
+            found = read(self._secret, token.decode("ascii")) if token is not None else None
+        except (HeadraceError, UnicodeDecodeError):
+            return None
+        return found.reply if found is not None and found.tenant == tenant else None
 
     def _mint(self, caller: Caller, reply: Reply, expires_ms: int) -> bytes:
         return mint(self._secret, Grant(caller.tenant, caller.key_id, caller.tiers, reply, expires_ms)).encode()

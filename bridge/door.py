@@ -27,7 +27,7 @@ from schemas.errors import HeadraceError
 from schemas.events import InferenceCancelled, InferenceRequested, Reply
 from schemas.payloads import may_be_large
 from schemas.reasons import Reason
-from schemas.topics import GRANT_HEADER, INTERACTIVE, TRACEPARENT_HEADER, TRACESTATE_HEADER, requests_topic
+from schemas.topics import BATCH, GRANT_HEADER, INTERACTIVE, TRACEPARENT_HEADER, TRACESTATE_HEADER, requests_topic
 
 PRODUCE_WAIT_S = 5.0
 """How long the log may take to confirm a request before its caller hears that it can't be reached; less if its deadline is nearer."""
@@ -131,7 +131,7 @@ class FrontDoor:
         self.auth.require(caller)
         if self.draining:
             raise stopping()
-        place = self._open_place(caller, request_id) or await self.resumes.place(caller.tenant, request_id)
+        place = self._open_place(caller, request_id) or await self._place(caller, request_id)
         if place is None:
             return
         if place.tier not in caller.tiers:
@@ -142,6 +142,19 @@ class FrontDoor:
         except (TimeoutError, NotDelivered, NoSuchPartition) as error:
             _log.warning("a cancel was not taken by the log", request_id=request_id, error=repr(error))
             raise unreachable() from None
+
+    async def _place(self, caller: Caller, request_id: str) -> Place | None:
+        """By what was decided of a request; where nothing is yet, by its own record on one of the tiers that the key opens."""
+        try:
+            return await self.resumes.place(caller.tenant, request_id)
+        except HeadraceError as error:
+            if error.reason is not Reason.NOT_FOUND:
+                raise
+            tiers = [tier for tier in (INTERACTIVE, BATCH) if tier in caller.tiers]
+            place = await self.resumes.undecided(caller.tenant, request_id, tiers, self.auth.reply_of)
+            if place is None:
+                raise
+            return place
 
     def _open_place(self, caller: Caller, request_id: str) -> Place | None:
         """A request that this bridge itself has open: it may still wait for its turn, and then `lifecycle` knows nothing of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,11 +20,13 @@ from schemas.events import (
     InferenceAnswered,
     InferenceJoined,
     InferenceRejected,
+    InferenceRequested,
     PayloadStored,
+    Reply,
 )
 from schemas.ids import unix_ms
 from schemas.reasons import Reason
-from schemas.topics import ANSWERS, HOUR_MS, LIFECYCLE, MINUTE_MS
+from schemas.topics import ANSWERS, HOUR_MS, LIFECYCLE, MINUTE_MS, requests_topic
 
 POLL_MS = 500
 RECORDS_MAX = 1_000
@@ -33,7 +35,7 @@ CLOCK_MARGIN_MS = 2 * MINUTE_MS
 SKEW_MS = 10_000
 """How far the clocks of two brokers may be apart."""
 ADMITTED_WITHIN_MS = 10 * MINUTE_MS
-"""How long after its id was made a request is looked for in `lifecycle`."""
+"""How long after its id was made a request is looked for in `lifecycle`, and in `requests.*`."""
 ANSWERED_WITHIN_MS = 3 * HOUR_MS
 """How long after its id was made a request's answer is looked for: more than a request may take."""
 SCAN_MAX_S = 20.0
@@ -42,6 +44,10 @@ YOUNG_S = 5.0
 """A request whose id is no older than this may be on its way: it is waited for,"""
 YOUNG_WAIT_S = 2.0
 """so long."""
+
+ReplyOf = Callable[[str, Sequence[tuple[str, bytes]]], Reply | None]
+"""Where the answer to a record goes, by the grant in its headers, if that is a tenant's."""
+Wanted = Callable[[ConsumerRecord, Event], bool]
 
 _partition_of = DefaultPartitioner()
 
@@ -53,8 +59,24 @@ async def verdict(
     young = abs(time.time() - unix_ms(request_id) / 1000) < YOUNG_S
     search = _Search(LIFECYCLE, tenant, request_id, tenant, ADMITTED_WITHIN_MS, YOUNG_WAIT_S if young else 0.0)
     kinds = (InferenceAdmitted, InferenceJoined, InferenceRejected)
-    found = await _find(consumer, decoder, search, lambda event: isinstance(event, kinds) and event.tenant == tenant)
-    return cast(InferenceAdmitted | InferenceJoined | InferenceRejected | None, found)
+    found = await _find(consumer, decoder, search, lambda _, event: isinstance(event, kinds) and event.tenant == tenant)
+    return cast(InferenceAdmitted | InferenceJoined | InferenceRejected, found[1]) if found is not None else None
+
+
+async def asked(
+    consumer: AIOKafkaConsumer, decoder: EventDecoder, request_id: str, tenant: str, tier: str, reply_of: ReplyOf
+) -> Reply | None:
+    """Where the answer goes to what a tenant asked on a tier under this id, by its own record; None if there is none. Raises HeadraceError
+    (unavailable).
+    """
+    search = _Search(requests_topic(tier), tenant, request_id, tenant, ADMITTED_WITHIN_MS, follows=False)
+    kinds = (InferenceRequested, PayloadStored)
+
+    def wanted(record: ConsumerRecord, event: Event) -> bool:
+        return isinstance(event, kinds) and reply_of(tenant, record.headers) is not None
+
+    found = await _find(consumer, decoder, search, wanted)
+    return reply_of(tenant, found[0].headers) if found is not None else None
 
 
 async def answer(
@@ -63,14 +85,17 @@ async def answer(
     """A tenant's whole answer, or None if `answers` has none. Raises HeadraceError (unavailable)."""
     search = _Search(ANSWERS, request_id, request_id, tenant, ANSWERED_WITHIN_MS)
     found = await _find(
-        consumer, decoder, search, lambda event: isinstance(event, InferenceAnswered) and event.tenant == tenant
+        consumer, decoder, search, lambda _, event: isinstance(event, InferenceAnswered) and event.tenant == tenant
     )
-    return cast(InferenceAnswered | None, found)
+    return cast(InferenceAnswered, found[1]) if found is not None else None
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Where a request is looked for: in the partition of a key, for so long after its id was made, and `wait_s` past the present end."""
+    """Where a request is looked for: in the partition of a key, for so long after its id was made, and `wait_s` past the present end.
+
+    With `follows` what is in the object store is fetched.
+    """
 
     topic: str
     key: str
@@ -78,11 +103,12 @@ class _Search:
     tenant: str
     within_ms: int
     wait_s: float = 0.0
+    follows: bool = True
 
 
 async def _find(
-    consumer: AIOKafkaConsumer, decoder: EventDecoder, search: _Search, wanted: Callable[[Event], bool]
-) -> Event | None:
+    consumer: AIOKafkaConsumer, decoder: EventDecoder, search: _Search, wanted: Wanted
+) -> tuple[ConsumerRecord, Event] | None:
     numbers = await _numbers(consumer, search.topic)
     if not numbers:
         raise HeadraceError(Reason.UNAVAILABLE, f"the topic {search.topic} doesn't exist; run `headrace topics ensure`")
@@ -100,9 +126,9 @@ async def _find(
         for record in await poll(consumer, partition):
             if record.timestamp > made_ms + search.within_ms:
                 return None
-            event = await _about(decoder, record, search.request_id, search.tenant)
-            if event is not None and wanted(event):
-                return event
+            event = await _about(decoder, record, search)
+            if event is not None and wanted(record, event):
+                return record, event
     return None
 
 
@@ -113,13 +139,14 @@ async def _numbers(consumer: AIOKafkaConsumer, topic: str) -> list[int]:
     return await partitions_of(consumer, topic)
 
 
-async def _about(decoder: EventDecoder, record: ConsumerRecord, request_id: str, tenant: str) -> Event | None:
+async def _about(decoder: EventDecoder, record: ConsumerRecord, search: _Search) -> Event | None:
     """The record's event if it is about the request: both encodings hold its id as plain text, which spares decoding all others."""
+    request_id, tenant = search.request_id, search.tenant
     if not record.value or request_id.encode() not in record.value:
         return None
     try:
         event = await decoder.decode_record(record.value)
-        if not isinstance(event, PayloadStored):
+        if not (isinstance(event, PayloadStored) and search.follows):
             return event if getattr(event, "request_id", None) == request_id else None
         # Another tenant's isn't fetched.
         return await decoder.decode(record.value) if (event.request_id, event.tenant) == (request_id, tenant) else None

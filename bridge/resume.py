@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -25,7 +25,7 @@ from bridge.openai_chat import ChatRendering
 from bridge.openai_completions import CompletionRendering
 from bridge.readers import Gone, Readers
 from bridge.rendering import Rendering
-from bridge.replay import SKEW_MS, answer, offset_at, verdict
+from bridge.replay import SKEW_MS, ReplyOf, answer, asked, offset_at, verdict
 from bridge.streams import Dispatcher
 from decisions.resume import rest
 from infra.log import EventDecoder
@@ -206,11 +206,30 @@ class Resumes:
         except (TimeoutError, KafkaError, OSError) as error:
             _log.warning("a request can't be looked up", request_id=request_id, error=repr(error))
             raise unreachable() from None
-        if isinstance(found, InferenceRejected) or _left_s(request_id) <= 0:
+        if isinstance(found, InferenceRejected):
             return None
         if isinstance(found, InferenceJoined):
-            return Place(found.first_request_id, found.tier, found.first_reply)
+            first = Place(found.first_request_id, found.tier, found.first_reply)
+            return first if _left_s(request_id) > 0 else None
+        must_end_ms = found.deadline_ms + (LONGEST_MS if found.time_limit_ms is None else found.time_limit_ms)
+        if _left_s(request_id) <= 0 and must_end_ms < time.time() * 1000:  # a batch line may have waited for long
+            return None
         return Place(found.request_id, found.tier, found.reply)
+
+    async def undecided(self, tenant: str, request_id: str, tiers: Iterable[str], reply_of: ReplyOf) -> Place | None:
+        """Where a tenant's request will be that admission hasn't decided: it waits for its turn, or isn't even read. None if none of these
+        tiers was asked under the id. `reply_of` reads the grant of a record. Raises HeadraceError: overloaded, unavailable.
+        """
+        try:
+            async with asyncio.timeout(OPEN_MAX_S), self._readers.lend() as consumer:
+                for tier in tiers:
+                    reply = await asked(consumer, self._decoder, request_id, tenant, tier, reply_of)
+                    if reply is not None:
+                        return Place(request_id, tier, reply)
+        except (TimeoutError, KafkaError, OSError) as error:
+            _log.warning("a request can't be looked up", request_id=request_id, error=repr(error))
+            raise unreachable() from None
+        return None
 
     async def _verdict(self, tenant: str, request_id: str) -> InferenceAdmitted | InferenceJoined | InferenceRejected:
         async with self._readers.lend() as consumer:

@@ -213,16 +213,7 @@ def check_wait(case: Case, world: World) -> Case | Refusal:
     if case.hit is not None:
         return case  # it needs no worker
     version, now_ms = case.routed, case.now_ms
-    topic = work_topic(version.model, version.version, case.tier)
-    seen = waiting.outlook(
-        topic,
-        _pool(case, world),
-        world.ends,
-        now_ms,
-        world.start_up_ms(version.model, version.version),
-        case.stale_ms,
-        case.ahead,
-    )
+    seen = outlook(case, world)
     if case.now_ms >= case.deadline_ms:
         return Refusal(Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text)
     if (left := _reserved_left(case, world)) > 0:
@@ -235,7 +226,7 @@ def check_wait(case: Case, world: World) -> Case | Refusal:
             Reason.OVERLOADED,
             f"{seen.waiting} requests wait for the model `{version.model}` already, and no more than {depth} may. Try again later.",
             "model",
-            RETRY_AFTER_MIN_MS,
+            room_in_ms(seen, seen.waiting - depth + 1),
         )
     left_ms = case.deadline_ms - now_ms
     if seen.wait_ms is not None and seen.wait_ms > left_ms:
@@ -247,6 +238,25 @@ def check_wait(case: Case, world: World) -> Case | Refusal:
             max(RETRY_AFTER_MIN_MS, seen.wait_ms - left_ms),
         )
     return case.noting("wait", PASSED, seen.detail)
+
+
+def outlook(case: Case, world: World) -> waiting.Outlook:
+    """What a routed case has before it."""
+    version = case.routed
+    return waiting.outlook(
+        work_topic(version.model, version.version, case.tier),
+        _pool(case, world),
+        world.ends,
+        case.now_ms,
+        world.start_up_ms(version.model, version.version),
+        case.stale_ms,
+        case.ahead,
+    )
+
+
+def room_in_ms(seen: waiting.Outlook, count: int) -> int:
+    """When to come again if so many that wait must have begun before: as long as that takes, as far as can be told."""
+    return max(RETRY_AFTER_MIN_MS, seen.begun_ms(count) or 0)
 
 
 def _pool(case: Case, world: World) -> list[SeenWorker]:

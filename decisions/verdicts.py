@@ -15,6 +15,7 @@ from schemas.events import (
     InferenceRejected,
     InferenceScheduled,
     ModelVersionRegistered,
+    Position,
 )
 from schemas.ids import REQUEST_ID_CHARS
 from schemas.reasons import Reason
@@ -147,6 +148,14 @@ def _ended(request_id: str, tenant: str, tier: str, message: str) -> tuple[Infer
         source=CANCEL,
     )
     return ending, InferenceCancelled(request_id, tenant)
+
+
+def unwanted(event: InferenceCancelled, tenant: str, tier: str, model: str, source: Position) -> InferenceRejected:
+    """The record, for `lifecycle` alone, that a request of this place was cancelled before anything was decided of it: should its record come
+    again, however late, that is known.
+    """
+    reason = Reason.CANCELLED
+    return InferenceRejected(event.request_id, tenant, model, tier, reason.value, reason.text, source=source)
 
 
 def named_for_cache(case: Case) -> Case:

@@ -24,11 +24,20 @@ SILENT_REPORTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """`waiting`: records in no slot yet. `wait_ms`: until the turn of one that comes now; None if nothing tells. `ready`: workers that are."""
+    """`waiting`: records in no slot yet. `wait_ms`: until the turn of one that comes now; None if nothing tells. `ready`: workers that are.
+    `per_ms`: requests that end in a millisecond, of all workers that tell; 0 if none does.
+    """
 
     ready: int
     waiting: int
     wait_ms: int | None
+    per_ms: float = 0.0
+
+    def begun_ms(self, count: int) -> int | None:
+        """How long until so many of those that wait have a slot, about; None if nothing tells. Without a worker, until there is one."""
+        if not self.ready:
+            return self.wait_ms
+        return math.ceil(count / self.per_ms) if self.per_ms > 0 else None
 
     @property
     def detail(self) -> str:
@@ -60,10 +69,11 @@ def outlook(
         begun = [each.report.started_ms for each in seen if each.report.state == STARTING]
         left_ms = None if start_up_ms is None else max(0, min(begun, default=now_ms) + start_up_ms - now_ms)
         return Outlook(0, 0, left_ms)
-    waiting, waits = ahead, []
+    waiting, waits, per_ms = ahead, [], 0.0
     each_ahead = -(-ahead // len(ready))
     for each in ready:
         report, slots = each.report, max(1, each.report.slots)
+        per_ms += slots / report.service_ms if report.service_ms > 0 else 0.0
         gone = int(max(0, now_ms - each.seen_ms) * slots / report.service_ms) if report.service_ms > 0 else 0
         over = max(report.running, total(report, topic, ends) - gone) - slots
         waiting += max(0, over)
@@ -72,4 +82,4 @@ def outlook(
             waits.append(0)
         elif report.service_ms > 0:
             waits.append(math.ceil((over + 1) * report.service_ms / slots))
-    return Outlook(len(ready), waiting, min(waits, default=None))
+    return Outlook(len(ready), waiting, min(waits, default=None), per_ms)

@@ -82,6 +82,11 @@ TOKENS = Counter(
     (*_TRAFFIC, "kind"),
 )
 HELD_BACK = Gauge("headrace_held_back", "Requests that wait in admission for their tenant's turn.", ("tier",))
+PARKED = Gauge(
+    "headrace_parked",
+    "Requests that wait in admission for their tenant's turn, and are kept in the log alone.",
+    ("tier",),
+)
 SLOTS = Gauge("headrace_slots", "Requests that the worker can run at once.", ("model", "version"))
 SLOTS_USED = Gauge("headrace_slots_used", "Requests that the worker runs now.", _TRAFFIC)
 REQUESTS = Counter(

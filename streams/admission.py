@@ -56,6 +56,7 @@ from schemas.topics import (
     INTERACTIVE,
     LIFECYCLE,
     REGISTRY,
+    REQUEST_MAX_BYTES,
     SCHEMAS,
     TENANTS,
     TOKENS,
@@ -67,13 +68,14 @@ from schemas.topics import (
 from streams.accounts import Ledgers
 from streams.alone import Alone, TooManyWait
 from streams.cache import ResponseCache
-from streams.faust_shell import FaustShell, LeftUndone, Record
+from streams.faust_shell import FaustShell, LeftUndone, Parked, Record
 from streams.idempotency import Repeats
 from streams.intake import REKEYED_HEADER, Intake, read_record, salvage, shortened
 from streams.judge import Judge
 from streams.large import READ_WAIT_S, STORE_AWAY_TEXT, Claim, Large, Unread
 from streams.lease import Lease
 from streams.outbox import Outgoing, Together, deliver, reply_to
+from streams.parking import Parking
 from streams.presence import Slots
 from streams.tokenizers import Tokenizers
 from streams.turnstile import Turnstile, Unwanted
@@ -147,7 +149,7 @@ class Admission:
         try:
             intake = await read_record(record, self._decoder, self._settings.grant_secret)
             await self._dispatch(intake)
-        except LeftUndone:
+        except (LeftUndone, Parked):
             raise
         except Exception as error:
             if isinstance(error, HeadraceError) and error.reason is Reason.UNAVAILABLE:
@@ -190,7 +192,7 @@ class Admission:
         case = self._case(record, grant, request)
         held = self._turnstile.holds(grant.tenant, request.request_id)
         if case.keyed is None and held is not None and held.source != case.source:
-            await self._ask_again(case, held.grant.reply, child(record.headers))
+            await self._ask_again(case, held.reply, child(record.headers))
             return
         try:
             async with self._deciding.of(_id_name(grant.tenant, request.request_id)):
@@ -226,13 +228,17 @@ class Admission:
             case _:
                 log.info("asked again", request_id=request.request_id, standing=standing.value)
 
-    async def _decided(self, tenant: str, request_id: str) -> None:
-        """Returns when nothing is being decided of a request that isn't wanted any more. If it waits for its turn, it does so no longer."""
+    async def _decided(self, tenant: str, request_id: str) -> bool:
+        """Returns when nothing is being decided of a request that isn't wanted any more. If it waits for its turn, it does so no longer:
+        whether it did.
+        """
+        waited = False
         while True:
-            self._turnstile.cancel(tenant, request_id)
+            waited = self._turnstile.cancel(tenant, request_id) or waited
             try:
                 async with asyncio.timeout(CANCEL_LOOK_S):
-                    return await self._deciding.free(_id_name(tenant, request_id))
+                    await self._deciding.free(_id_name(tenant, request_id))
+                    return waited
             except TimeoutError:
                 pass
             except TooManyWait:
@@ -263,6 +269,8 @@ class Admission:
         record, trace = intake.record, child(intake.record.headers)
         refusal = rules.grant_refusal(grant, self._settings.tier, record.timestamp, self._world)
         asked = self._case(record, grant, shortened(self._large.known(reference), intake.timeout_ms))
+        if refusal is None and not await self._may_wait_unread(asked, reference):
+            return None
         claim = await self._until_roomy(record.partition)
         try:
             async with self._deciding.of(_id_name(grant.tenant, reference.request_id)):
@@ -275,9 +283,24 @@ class Admission:
         finally:
             claim.end()
 
+    async def _may_wait_unread(self, asked: Case, reference: PayloadStored) -> bool:
+        """Nobody watches a batch request: a new one isn't fetched before its turn is near. Raises Parked; False if its partition is gone."""
+        source = asked.source
+        accounts = await self._ledgers.of(source.partition)
+        if accounts is None:
+            return False
+        if accounts.standing(asked.grant.tenant, reference.request_id, source.offset)[0] is Standing.NEW:
+            size = max(0, min(reference.size_bytes, REQUEST_MAX_BYTES))
+            self._turnstile.park_unread(asked, size, roomy=self._roomy(source.partition))
+        return True
+
+    def _roomy(self, partition: int) -> bool:
+        """Whether what is held, or being fetched, of a batch partition leaves room for one more to be fetched."""
+        return self._settings.tier == INTERACTIVE or not (self._turnstile.full(partition) or self._large.busy)
+
     async def _until_roomy(self, partition: int) -> Claim:
-        """Nobody watches a batch request: it isn't fetched while what is held, or being fetched, of its partition takes all the room there is."""
-        while self._settings.tier != INTERACTIVE and (self._turnstile.full(partition) or self._large.busy):
+        """One that was parked already, or isn't new, waits here."""
+        while not self._roomy(partition):
             await self._a_while(partition)
         return Claim(self._large)
 
@@ -486,15 +509,18 @@ class Admission:
         refusal = rules.cancel_refusal(event, grant, self._settings.tier, record.timestamp)
         if refusal is not None:
             return await self._bury(record, refusal.reason, refusal.message)
-        held = self._turnstile.holds(grant.tenant, event.request_id) is not None
-        await self._decided(grant.tenant, event.request_id)
-        reply = await self._reply_of(record, grant, event)
-        tier = self._settings.tier if held or reply is not None else ANY_TIER
+        waiting = self._turnstile.holds(grant.tenant, event.request_id)
+        waited = await self._decided(grant.tenant, event.request_id)
+        reply = waiting.reply if waiting is not None else await self._reply_of(record, grant, event)
+        tier = self._settings.tier if reply is not None else ANY_TIER
         ending, word = verdicts.cancelled(event, grant, tier)
         records = [
             reply_to(reply or grant.reply, ending, ending.request_id),
             Outgoing(CONTROL, word, word.request_id),
         ]
+        if waiting is not None and waited:
+            told = verdicts.unwanted(event, grant.tenant, tier, waiting.model, waiting.source)
+            records.append(Outgoing(LIFECYCLE, told, grant.tenant, record.partition))
         await deliver(self._producer, records, child(record.headers))
         return None
 
@@ -576,12 +602,15 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
     ledgers = Ledgers(settings.kafka, settings.tier, producer, decoder)
     world.ledgers = ledgers
     lease = Lease(settings.session_timeout_ms)
-    turnstile = Turnstile(world, settings.tier, settings.worker_stale_ms)
+    parking = Parking(settings, producer) if settings.tier != INTERACTIVE else None
+    turnstile = Turnstile(world, settings.tier, settings.worker_stale_ms, parking)
     cache = ResponseCache(settings, world, decoder)
     admission = Admission(settings, producer, decoder, world, tokenizers, ledgers, lease, turnstile, cache)
     group = f"admission.{settings.tier}"
     shell = FaustShell(settings, topic, group, admission.handle, OPEN_MAX, lease, (ledgers, turnstile))
     turnstile.reading = shell
+    if parking is not None:
+        parking.reading = shell
     waiting: str | None = "connecting"
 
     def wait(missing: str) -> None:
@@ -617,6 +646,8 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
         cleanup.push_async_callback(ledgers.stop)
         cleanup.push_async_callback(shell.stop)
         cleanup.push_async_callback(ledgers.save_last)
+        if parking is not None:
+            cleanup.push_async_callback(parking.stop)
         cleanup.callback(turnstile.close)
         await shell.start()
         log.info("admission runs", tier=settings.tier)

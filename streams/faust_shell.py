@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from infra.settings import AdmissionSettings, KafkaSettings
 from schemas.errors import HeadraceError
 from schemas.quick import quick
 from schemas.reasons import Reason
+from schemas.topics import INTERACTIVE
 from streams import faust_transport
 from streams.faust_transport import Message
 from streams.lease import Lease
@@ -40,8 +41,10 @@ COMMIT_INTERVAL_S = 0.5
 BUFFERED_RECORDS_MAX = 1_024
 POLLED_RECORDS_MAX = 500
 TOGETHER_MAX = 16
-AHEAD_MAX = 10_000
-"""Records of a partition that are read beyond the oldest that isn't done: after a crash they come again, and what became of them is remembered."""
+AHEAD_MAX, AHEAD_PARKED_MAX = 10_000, 50_000
+"""Records of a partition that are read beyond the oldest that isn't done: after a crash they come again, and what became of them is remembered.
+What is parked isn't counted; where it is, others pass it by, and may be more.
+"""
 REQUEST_TIMEOUT_S = 40.0
 
 FAR_AHEAD = "far ahead"
@@ -67,49 +70,92 @@ class LeftUndone(Exception):  # no error: the record stays where it is
     """Raised by `handle`: this record isn't decided here and not acked; whoever has its partition next gets it again."""
 
 
+class Parked(Exception):  # no error: the record is handled later
+    """Raised by `handle`: this record is decided later, when it is given `again`. Until then nothing of it is kept but what `keep` is given,
+    which says that it is done.
+    """
+
+    def __init__(self, keep: Callable[[Taken], None]) -> None:
+        super().__init__()
+        self.keep = keep
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A partition's events that aren't acked, in their order, and how many of them are parked."""
+
+    taken: deque[Taken] = field(default_factory=deque)
+    parked: int = 0
+
+
+class Taken:
+    """An event that isn't acked. Called when it is done: again, or once its partition is gone, that does nothing. There may be hundreds of thousands."""
+
+    __slots__ = ("_ack", "_of", "_parked", "done")
+
+    def __init__(self, of: _Open, ack: Callable[[], object]) -> None:
+        self._of: _Open | None = of
+        self._ack = ack
+        self._parked = False
+        self.done = False
+
+    def __call__(self) -> None:
+        """It is done."""
+        if (of := self._of) is not None:
+            self.park(False)
+            self.done = True
+            while of.taken and of.taken[0].done:
+                of.taken.popleft().ack()
+
+    def ack(self) -> None:
+        """It and all before it are done."""
+        self._of = None
+        self._ack()
+
+    def park(self, parked: bool) -> None:
+        """It is parked now, or no longer."""
+        if self._of is not None and self._parked is not parked:
+            self._parked = parked
+            self._of.parked += 1 if parked else -1
+
+    @property
+    def gone(self) -> bool:
+        """Whether it is acked, or its partition gone."""
+        return self._of is None
+
+    def drop(self) -> None:
+        """Its partition is gone."""
+        self._of = None
+
+
 class InOrderAcks:
     """Acks each partition's events in the order of their offsets, whatever the order in which they get done."""
 
     def __init__(self) -> None:
-        self._open: dict[Partition, deque[_Entry]] = {}
+        self._open: dict[Partition, _Open] = {}
 
-    def take(self, partition: Partition, ack: Callable[[], object]) -> Callable[[], None]:
-        """Note the partition's next event. The function returned says that it is done, and does nothing when called again."""
-        entry = _Entry(ack)
-        entries = self._open.setdefault(partition, deque())
-        entries.append(entry)
-
-        def done() -> None:
-            entry.done = True
-            while entries and entries[0].done:
-                entries.popleft().ack()
-
-        return done
+    def take(self, partition: Partition, ack: Callable[[], object]) -> Taken:
+        """Note the partition's next event. Call what is returned when it is done."""
+        of = self._open.setdefault(partition, _Open())
+        taken = Taken(of, ack)
+        of.taken.append(taken)
+        return taken
 
     def drop(self, partitions: Iterable[Partition]) -> None:
         """Forget partitions that were taken away: what is open there will be delivered again, here or elsewhere."""
         for partition in partitions:
-            for entry in self._open.pop(partition, ()):
-                entry.ack = _nothing
+            for taken in self._open.pop(partition, _Open()).taken:
+                taken.drop()
 
     @property
     def open(self) -> int:
         """How many events are taken and not acked."""
-        return sum(map(len, self._open.values()))
+        return sum(len(of.taken) for of in self._open.values())
 
     def ahead(self, partition: Partition) -> int:
-        """The same of one partition."""
-        return len(self._open.get(partition, ()))
-
-
-@dataclass(slots=True)
-class _Entry:
-    ack: Callable[[], object]
-    done: bool = False
-
-
-def _nothing() -> None:
-    return None
+        """The same of one partition, without those that are parked."""
+        of = self._open.get(partition)
+        return len(of.taken) - of.parked if of is not None else 0
 
 
 Handle = Callable[[Record], Awaitable[None]]
@@ -149,6 +195,7 @@ class FaustShell:
         self._group = group
         self._handle = handle
         self._slots = asyncio.Semaphore(open_max)
+        self._ahead_max = AHEAD_MAX if settings.tier == INTERACTIVE else AHEAD_PARKED_MAX
         self._acks = InOrderAcks()
         self._tasks: dict[asyncio.Task[None], Partition] = {}
         self._pauses: dict[int, set[str]] = {}
@@ -284,27 +331,37 @@ class FaustShell:
         """Whether it was read since the last rebalance: else it comes again, here or elsewhere."""
         return bool(self._app.flow_control.is_active() and message.generation_id == self._app.consumer_generation_id)
 
-    def _note(self, message: Message) -> Callable[[], None]:
+    def _note(self, message: Message) -> Taken:
         self._app.monitor.stream_inbound_time[message.tp] = time.monotonic()  # by which Faust tells what hangs
         done = self._acks.take(message.tp, partial(self._app.consumer.ack, message))
-        if self._acks.ahead(message.tp) >= AHEAD_MAX:
+        message.record = None  # whoever handles it has it, for as long as it is needed
+        if self._acks.ahead(message.tp) >= self._ahead_max:
             self.pause(message.tp.partition, FAR_AHEAD)
         return done
 
-    async def _begin(self, found: ConsumerRecord, done: Callable[[], None]) -> None:
+    async def _begin(self, found: ConsumerRecord, done: Taken) -> asyncio.Task[None]:
         headers = tuple(dict(found.headers).items())
         record = Record(found.topic, found.partition, found.offset, found.timestamp, found.key, found.value, headers)
         await self._slots.acquire()
         task = self._loop.create_task(self._run(record, done))
         self._tasks[task] = record.topic, record.partition
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        return task
 
-    async def _run(self, record: Record, done: Callable[[], None]) -> None:
+    async def again(self, record: ConsumerRecord, done: Taken) -> asyncio.Task[None]:
+        """Handle a record that was parked; what was kept of it says so when it is done. If its partition is gone, nothing is to be done."""
+        done.park(False)
+        return await self._begin(record, done)
+
+    async def _run(self, record: Record, done: Taken) -> None:
         try:
+            if done.gone:
+                return
             await self._handle(record)
             done()
-            if self._pauses and self._acks.ahead((record.topic, record.partition)) < AHEAD_MAX // 2:
-                self.resume(record.partition, FAR_AHEAD)
+        except Parked as parked:
+            done.park(True)
+            parked.keep(done)
         except (asyncio.CancelledError, LeftUndone):
             return
         except BaseException as error:
@@ -312,6 +369,8 @@ class FaustShell:
                 self.failed.set_exception(error)
         finally:
             self._slots.release()
+            if self._pauses and self._acks.ahead((record.topic, record.partition)) < self._ahead_max // 2:
+                self.resume(record.partition, FAR_AHEAD)
 
     async def _on_revoked(self, _app: object, revoked: Iterable[Any], **_: object) -> None:
         gone = {(tp.topic, tp.partition) for tp in revoked}

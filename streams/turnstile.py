@@ -2,7 +2,7 @@
 
 Who is held back has no place among the records that are handled at once, and its record isn't acked: after a crash it comes again. It goes
 on when its turn comes (`decisions.turnstile`), or is told at its deadline, or refused at once if its turn can't come before. Of tiers
-other than interactive a partition with many that wait isn't read on, so the rest stays in the log.
+other than interactive only some of a tenant's are held so; those behind them are parked (`streams.parking`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from decisions.accounts import Accounts
 from decisions.cases import Case, Refusal
 from decisions.queues import pool_name
 from infra import metrics
-from schemas.events import ModelVersionRegistered
+from schemas.events import ModelVersionRegistered, Position, Reply, TenantChanged
 from schemas.reasons import Reason
-from schemas.topics import INTERACTIVE
+from schemas.topics import DAY_MS, INTERACTIVE, requests_topic
 from streams.faust_shell import LeftUndone
+from streams.parking import Parking
 from streams.world import LiveWorld
 
 LOOK_S = 0.02
@@ -34,11 +35,14 @@ FREE_MAX = 8
 HELD_MAX, HELD_OF_TENANT_MAX = 8_192, 2_048
 """Interactive requests held back: of all tenants, and of one. More are refused."""
 HELD_BYTES_MAX = 256 * 1024 * 1024
-READ_ON_BELOW, READ_NO_MORE_FROM = 256, 512
-"""Of other tiers, and of one partition."""
-READ_NO_MORE_BYTES = 32 * 1024 * 1024
-
-MANY_HELD = "many are held back"
+HELD_OF_LANE_MAX, LOW_LANE, HELD_OF_PARTITION_MAX, FEW_HELD = 256, 128, 512, 32
+"""Of other tiers so many are held of one tenant for one version; from `LOW_LANE` down more of what is parked is read again. Where a
+partition has many that are held, no more than a few of each."""
+HELD_OF_PARTITION_BYTES_MAX = 32 * 1024 * 1024
+UNREAD = "", ""
+"""The lane of what is in the object store and doesn't say for which model it is."""
+FORCE_LOOK_S = 1.0
+"""So often it is looked whether all that wait may still ask."""
 
 Version = tuple[str, str]
 
@@ -49,11 +53,14 @@ class Reading(Protocol):
     def aside(self) -> AbstractAsyncContextManager[None]:
         """While in it, the record that this task handles is none of those handled at once."""
 
-    def pause(self, partition: int, why: str) -> None:
-        """Read no more of a partition for now."""
 
-    def resume(self, partition: int, why: str) -> None:
-        """Read on, as far as this reason goes."""
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that waits for its turn: its model, its record's place, and where its caller hears."""
+
+    model: str
+    source: Position
+    reply: Reply
 
 
 @dataclass(eq=False)
@@ -73,9 +80,12 @@ class _Held:
 class Turnstile:
     """One tier's. `enter` before a request is decided, `leave` once it counts in its ledger or is refused."""
 
-    def __init__(self, world: LiveWorld, tier: str, stale_ms: int) -> None:
+    def __init__(self, world: LiveWorld, tier: str, stale_ms: int, parking: Parking | None = None) -> None:
+        """Without `parking` all are held."""
+        self._parking = parking
         self._world = world
         self._tier = tier
+        self._topic = requests_topic(tier)
         self._stale_ms = stale_ms
         self.reading: Reading | None = None
         self._held: dict[Version, OrderedDict[str, deque[_Held]]] = {}
@@ -83,31 +93,80 @@ class Turnstile:
         self._by_id: dict[tuple[str, str], _Held] = {}
         self._of_partition: Counter[int] = Counter()
         self._bytes_of_partition: Counter[int] = Counter()
-        self._paused: set[int] = set()
+        self._tenants: dict[str, TenantChanged | None] = {}
+        self._looked_s = 0.0
         self._looking: asyncio.Task[None] | None = None
         self._closed = False
 
     # --- a request ---------------------------------------------------------------------------------------------------
 
     async def enter(self, case: Case, accounts: Accounts, size: int) -> cases.Verdict:
-        """Returns when it is a routed request's turn, or with why it has none. Raises LeftUndone if its partition goes first.
+        """Returns when it is a routed request's turn, or with why it has none. Raises LeftUndone if its partition goes first, Parked if its
+        record is to be forgotten until then, Unwanted if it was cancelled.
 
         `size` is the bytes of its record. Unless it is refused, call `leave` when it counts in `accounts`, or doesn't come to that.
         """
         version = case.routed
         place, tenant = (version.model, version.version), case.grant.tenant
-        held = self._held.get(place)
-        if (held is None or tenant not in held) and self._opens(place, version, tenant, accounts):
+        called = self._called(case, place)
+        ahead = self._waiting(place, tenant, called=called)
+        if not ahead and self._opens(place, version, tenant, accounts):
             self._count(place, tenant)
             return case, None
         if (refusal := self._too_many(case, size)) is not None:
             return cases.refuse(case, "turn", refusal)
         dated = rules.check_deadline(case, self._world)
         assert isinstance(dated, Case)
-        ahead = len(held[tenant]) if held is not None and tenant in held else 0
         if isinstance(late := rules.check_wait(replace(dated, ahead=ahead), self._world), Refusal):
             return cases.refuse(case, "turn", late)
+        if self._parking is not None and not called and self._far_back(place, tenant, case.source.partition):
+            self._look_after()
+            raise self._parking.park(case, place, size, dated.deadline_ms)
         return await self._wait(case, accounts, size, dated.deadline_ms)
+
+    def _called(self, case: Case, place: Version) -> bool:
+        """Whether a request was parked in this lane and has its turn at being held. Raises Unwanted."""
+        if self._parking is None:
+            return False
+        stub = self._parking.lanes.arrived(case.source.partition, case.source.offset)
+        if stub is not None and stub.unwanted:
+            raise Unwanted
+        return stub is not None and stub.place == place
+
+    def _waiting(self, place: Version, tenant: str, *, called: bool) -> int:
+        """How many of a lane wait, before one that is `called` or comes now."""
+        own = self._held_of(place, tenant)
+        return own if called or self._parking is None else own + self._parking.lanes.behind(place, tenant)
+
+    def _held_of(self, place: Version, tenant: str) -> int:
+        lanes = self._held.get(place)
+        return len(lanes.get(tenant, ())) if lanes is not None else 0
+
+    def _far_back(self, place: Version, tenant: str, partition: int) -> bool:
+        """Whether one that comes now is only parked: its lane has others that are, or enough is held."""
+        assert self._parking is not None
+        return (
+            self._parking.lanes.behind(place, tenant) > 0
+            or self._of_partition[partition] >= HELD_OF_PARTITION_MAX
+            or self._bytes_of_partition[partition] >= HELD_OF_PARTITION_BYTES_MAX
+            or self._held_of(place, tenant) >= HELD_OF_LANE_MAX
+        )
+
+    def park_unread(self, case: Case, size: int, *, roomy: bool) -> None:
+        """A new request of `size` bytes, of whose content nothing is read yet. Raises Parked if it had better wait so; not if it did before."""
+        if self._parking is None:
+            return
+        source, version, lanes = case.source, self._world.stable(case.request.model), self._parking.lanes
+        place, deadline_ms = UNREAD, case.requested_ms + (case.request.timeout_ms or DAY_MS)
+        if version is not None and case.tier in version.tiers:
+            place = version.model, version.version
+            dated = rules.check_deadline(replace(case, version=version), self._world)
+            assert isinstance(dated, Case)
+            deadline_ms = dated.deadline_ms
+        if lanes.called_at(source.partition, source.offset) or (roomy and not lanes.behind(place, case.grant.tenant)):
+            return
+        self._look_after()
+        raise self._parking.park(case, place, size, deadline_ms)
 
     def leave(self, case: Case) -> None:
         """A request that went through is decided: from now on its ledger tells whether it waits."""
@@ -148,33 +207,35 @@ class Turnstile:
     def _too_many(self, case: Case, size: int) -> Refusal | None:
         if self._tier != INTERACTIVE:
             return None
-        lanes = self._held.get((case.routed.model, case.routed.version))
-        own = len(lanes.get(case.grant.tenant, ())) if lanes is not None else 0
+        place = case.routed.model, case.routed.version
+        own = self._held_of(place, case.grant.tenant)
         full = len(self._by_id) >= HELD_MAX or sum(self._bytes_of_partition.values()) + size > HELD_BYTES_MAX
         if own < HELD_OF_TENANT_MAX and not full:
             return None
         text = f"{own} requests of this tenant wait for the model `{case.routed.model}` already. Try again later."
-        return Refusal(Reason.OVERLOADED, text, "model", rules.RETRY_AFTER_MIN_MS)
+        beside = len(self._held.get(place, ())) or 1  # as many of each begin
+        return Refusal(Reason.OVERLOADED, text, "model", rules.room_in_ms(rules.outlook(case, self._world), beside))
 
     # --- who is held -------------------------------------------------------------------------------------------------
 
     def _hold(self, held: _Held) -> _Held:
         case = held.case
         place, partition = (case.routed.model, case.routed.version), case.source.partition
-        self._held.setdefault(place, OrderedDict()).setdefault(case.grant.tenant, deque()).append(held)
+        lane = self._held.setdefault(place, OrderedDict()).setdefault(case.grant.tenant, deque())
+        before = len(lane)
+        while before and lane[before - 1].case.source.offset > case.source.offset:
+            before -= 1  # what was read again may come in another order
+        lane.insert(before, held)
         self._by_id[case.grant.tenant, case.request.request_id] = held
         self._of_partition[partition] += 1
         self._bytes_of_partition[partition] += held.size
         metrics.HELD_BACK.labels(self._tier).set(len(self._by_id))
-        many = self._of_partition[partition] >= READ_NO_MORE_FROM
-        many = many or self._bytes_of_partition[partition] >= READ_NO_MORE_BYTES
-        if many and self._tier != INTERACTIVE and partition not in self._paused:
-            assert self.reading is not None
-            self._paused.add(partition)
-            self.reading.pause(partition, MANY_HELD)
+        self._look_after()
+        return held
+
+    def _look_after(self) -> None:
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
-        return held
 
     def _let_go(self, held: _Held) -> None:
         case = held.case
@@ -190,40 +251,73 @@ class Turnstile:
         self._of_partition[partition] -= 1
         self._bytes_of_partition[partition] -= held.size
         metrics.HELD_BACK.labels(self._tier).set(len(self._by_id))
-        few = (
-            self._of_partition[partition] < READ_ON_BELOW
-            and self._bytes_of_partition[partition] < READ_NO_MORE_BYTES // 2
-        )
-        if partition in self._paused and few:
-            assert self.reading is not None
-            self._paused.discard(partition)
-            self.reading.resume(partition, MANY_HELD)
 
-    def holds(self, tenant: str, request_id: str) -> Case | None:
-        """A request that is held back and goes on waiting, if there is such a one."""
+    def holds(self, tenant: str, request_id: str) -> Waiting | None:
+        """A request that waits and goes on waiting, if there is such a one."""
         held = self._by_id.get((tenant, request_id))
-        return held.case if held is not None and not held.turn.done() else None
+        if held is not None and not held.turn.done():
+            return Waiting(held.case.routed.model, held.case.source, held.case.grant.reply)
+        stub = self._parking.lanes.find(tenant, request_id) if self._parking is not None else None
+        if stub is None:
+            return None
+        return Waiting(stub.place[0], Position(self._topic, stub.partition, stub.offset), stub.reply)
 
     def full(self, partition: int) -> bool:
         """Whether what is held of a partition takes as much memory as it may."""
-        return self._bytes_of_partition[partition] >= READ_NO_MORE_BYTES
+        return self._bytes_of_partition[partition] >= HELD_OF_PARTITION_BYTES_MAX
 
     def cancel(self, tenant: str, request_id: str) -> bool:
-        """A request that is held back isn't wanted any more: whether there is such a one. Nothing is decided of it."""
+        """A request that waits isn't wanted any more: whether there is such a one. Nothing is decided of it."""
+        parked = self._parking is not None and self._parking.cancel(tenant, request_id)
         held = self._by_id.get((tenant, request_id))
         if held is None or held.turn.done():
-            return False
+            return parked
         held.turn.set_exception(Unwanted())
         return True
 
     # --- whose turn it is --------------------------------------------------------------------------------------------
 
     async def _look(self) -> None:
-        """While any is held: lets in whose turn it is. The log tells of turns at its own pace, so it is looked at regularly."""
-        while self._held:
+        """While any wait: lets in whose turn it is. The log tells of turns at its own pace, so it is looked at regularly."""
+        parking = self._parking
+        while self._held or (parking is not None and parking.busy):
+            if (now_s := time.monotonic()) > self._looked_s + FORCE_LOOK_S:
+                self._looked_s = now_s
+                self._see_who_may_ask()
             for place in list(self._held):
                 self._let_in(place)
+            if parking is not None:
+                parking.look(self._wants)
             await asyncio.sleep(LOOK_S)
+            if parking is not None and not (self._held or parking.busy):
+                await parking.rest()
+
+    def _wants(self, place: Version, tenant: str, partition: int, called: int) -> int:
+        """How many more of a lane are to be read again, to be held."""
+        if place == UNREAD:
+            return FEW_HELD - called
+        at_hand = self._held_of(place, tenant) + called
+        if self.full(partition):
+            return 1 - at_hand
+        if self._of_partition[partition] >= HELD_OF_PARTITION_MAX:
+            return FEW_HELD - at_hand
+        return HELD_OF_LANE_MAX - at_hand if at_hand < LOW_LANE else 0
+
+    def _see_who_may_ask(self) -> None:
+        """Who may ask no more needn't wait to hear so."""
+        waiting = {tenant for lanes in self._held.values() for tenant in lanes}
+        if self._parking is not None:
+            waiting |= self._parking.lanes.tenants()
+        before, self._tenants = self._tenants, {tenant: self._world.tenant(tenant) for tenant in waiting}
+        for tenant, seen in self._tenants.items():
+            if tenant not in before or before[tenant] is not seen:
+                keys = _good_keys(seen)
+                for held in [held for held in self._by_id.values() if held.case.grant.tenant == tenant]:
+                    if held.case.grant.key_id not in keys and not held.turn.done():
+                        self._count((held.case.routed.model, held.case.routed.version), tenant)
+                        held.end(True)  # it is judged anew
+                if self._parking is not None:
+                    self._parking.lanes.hurry(tenant, lambda stub, keys=keys: stub.key_id not in keys)  # type: ignore[misc]
 
     def _let_in(self, place: Version) -> None:
         """One of each tenant in turn, for as long as any may."""
@@ -255,6 +349,8 @@ class Turnstile:
         queued = accounts.queues.count(pool_name(*place), tenant) + inside[tenant]
         if queued < FREE_MAX and self._tier == INTERACTIVE:
             return True
+        if self._tier != INTERACTIVE and self._world.stable(version.model) is None:
+            return True  # it needn't wait to hear that there is no such model
         seen = turns.pool(
             version, self._tier, self._world.workers(*place), self._world.ends, int(time.time() * 1000), self._stale_ms
         )
@@ -272,13 +368,16 @@ class Turnstile:
     def revoked(self, partitions: Iterable[int]) -> None:
         """What is held of these is others' to decide."""
         gone = set(partitions)
+        if self._parking is not None:
+            self._parking.revoked(gone)
         for held in list(self._by_id.values()):
             if held.case.source.partition in gone:
                 held.end(False)
 
     def assigned(self, partitions: Collection[int]) -> None:
-        """Whatever was paused is read again: whoever assigns begins anew."""
-        self._paused.clear()
+        """These are ours now, and no others."""
+        if self._parking is not None:
+            self._parking.assigned(partitions)
         self.revoked({held.case.source.partition for held in self._by_id.values()} - set(partitions))
 
     def close(self) -> None:
@@ -286,6 +385,13 @@ class Turnstile:
         self._closed = True
         for held in list(self._by_id.values()):
             held.end(False)
+
+
+def _good_keys(tenant: TenantChanged | None) -> set[str]:
+    """The keys that a tenant's requests may carry now."""
+    if tenant is None or tenant.disabled:
+        return set()
+    return {key.key_id for key in tenant.keys if key.revoked_ms is None}
 
 
 class Unwanted(Exception):  # no error: its caller took it back

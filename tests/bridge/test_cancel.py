@@ -165,16 +165,23 @@ async def test_a_request_is_cancelled_by_its_id_at_any_front_door(
         assert (grant.tenant, grant.reply) == (TENANT, bridge.responder.seen[request_id].grant.reply)
 
 
-async def test_a_request_that_waits_for_its_turn_is_cancelled_where_it_was_asked(bridge: RunningBridge) -> None:
-    """Nothing is known of it in `lifecycle` then."""
+async def test_a_request_that_waits_for_its_turn_is_cancelled_wherever_it_was_asked(
+    bridge: RunningBridge, other: RunningBridge
+) -> None:
+    """Nothing is known of it in `lifecycle` then: whoever has it open knows, and for others there is its own record."""
     async with RawCaller(bridge) as caller:
         await caller.post(body(messages=script(mark="waits", unadmitted=True)))
         await bridge.until(lambda: newest(bridge, "waits") is not None)
         request_id = newest(bridge, "waits")
         assert request_id is not None
-        assert (await delete(bridge, request_id, OTHER)).status_code == 404
-        assert (await delete(bridge, request_id)).status_code == 202
-        await bridge.until(lambda: request_id in bridge.responder.cancelled)
+        for where in (bridge, other):
+            assert (await delete(where, request_id, OTHER)).status_code == 404
+        for where in (other, bridge):
+            bridge.responder.cancelled.pop(request_id, None)
+            assert (await delete(where, request_id)).status_code == 202
+            await bridge.until(lambda: request_id in bridge.responder.cancelled)
+            grant = bridge.responder.cancelled[request_id]
+            assert (grant.tenant, grant.reply) == (TENANT, bridge.responder.seen[request_id].grant.reply)
 
 
 async def test_nobody_cancels_what_is_foreign_or_unknown(bridge: RunningBridge, other: RunningBridge) -> None:

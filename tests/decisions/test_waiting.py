@@ -21,12 +21,32 @@ def seen(workers: list[Seen], ends: dict[int, int] | None = None, start_up_ms: i
 
 def test_with_a_free_slot_there_is_no_wait() -> None:
     busy, free = worker("a", {0: 0}, slots=1, service_ms=9_000), worker("b", {1: 0}, slots=4, service_ms=9_000)
-    assert seen([busy, free], {0: 5, 1: 3}) == Outlook(2, 4, 0)
+    assert seen([busy, free], {0: 5, 1: 3}) == Outlook(2, 4, 0, 5 / 9_000)
+
+
+def test_so_many_have_begun_when_as_many_have_ended() -> None:
+    pool = [worker("a", {0: 0}, slots=1, service_ms=500), worker("b", {1: 0}, slots=2, service_ms=1_000)]
+    assert seen(pool).begun_ms(8) == 2_000
+    assert seen([*pool, worker("c", {2: 0}, slots=1)]).begun_ms(8) == 2_000  # of one that doesn't tell nothing is hoped
+    assert seen([worker("c", {2: 0}, slots=1)]).begun_ms(8) is None
+    assert seen([], start_up_ms=7_000).begun_ms(8) == 7_000
+    assert seen([]).begun_ms(8) is None
+
+
+@given(st.integers(1, 64), st.integers(1, 500), st.floats(1, 10_000))
+def test_more_take_longer_to_begin_and_fewer_with_more_slots(slots: int, count: int, service_ms: float) -> None:
+    def begun(slots: int, count: int) -> int:
+        found = seen([worker("a", {0: 0}, slots=slots, service_ms=service_ms)]).begun_ms(count)
+        assert found is not None
+        return found
+
+    assert 0 < begun(slots, count) <= begun(slots, count + 1)
+    assert begun(slots + 1, count) <= begun(slots, count)
 
 
 def test_the_wait_is_what_must_end_before() -> None:
     """Four slots, six records: three of the six must end, and four end in a second."""
-    assert seen([worker("a", {0: 10}, slots=4, service_ms=1_000)], {0: 16}) == Outlook(1, 2, 750)
+    assert seen([worker("a", {0: 10}, slots=4, service_ms=1_000)], {0: 16}) == Outlook(1, 2, 750, 0.004)
 
 
 def test_of_several_workers_the_shortest_wait_counts() -> None:
@@ -60,7 +80,7 @@ def test_a_worker_that_has_just_fallen_silent_may_live() -> None:
 
 def test_what_has_ended_since_the_report_is_gone() -> None:
     old = worker("a", {0: 0}, slots=4, service_ms=50, seen_ms=NOW - 900)
-    assert seen([old], {0: 72}) == Outlook(1, 0, 0)
+    assert seen([old], {0: 72}) == Outlook(1, 0, 0, 0.08)
     assert seen([worker("a", {0: 0}, slots=4, running=4, service_ms=50, seen_ms=NOW - 900)], {0: 72}).wait_ms == 13
 
 
@@ -126,6 +146,18 @@ def test_a_queue_has_its_depth_by_tier() -> None:
     assert isinstance(refusal, Refusal)
     assert (refusal.reason, refusal.param, refusal.retry_after_ms) == (Reason.OVERLOADED, "model", 1_000)
     assert isinstance(checked(world(4), 100_000, max_queue_depth={"batch": 1}), Case)
+
+
+def test_who_finds_a_queue_too_deep_is_told_when_there_is_room() -> None:
+    slow = checked(world(10, service_ms=3_000), 100_000, max_queue_depth={"interactive": 4})
+    assert isinstance(slow, Refusal)
+    assert (slow.param, slow.retry_after_ms) == ("model", 6 * 3_000)  # nine wait, and three may beside it
+    starting = checked(FakeWorld(waits=9, start_up=20_000), 100_000, max_queue_depth={"interactive": 4})
+    assert isinstance(starting, Refusal)
+    assert (starting.param, starting.retry_after_ms) == ("model", 20_000)
+    unknown = checked(FakeWorld(waits=9), 100_000, max_queue_depth={"interactive": 4})
+    assert isinstance(unknown, Refusal)
+    assert (unknown.param, unknown.retry_after_ms) == ("model", 1_000)
 
 
 @pytest.mark.parametrize("workers", [[], [worker("b", {}, state="starting", started_ms=NOW - 90_000)]])

@@ -78,6 +78,7 @@ class Site:
     tenant: str = field(default_factory=lambda: f"t{secrets.token_hex(4)}")
     key_id: str = "k1"
     model: str = field(default_factory=lambda: f"m{secrets.token_hex(4)}")
+    tier: str = "interactive"
     seen: dict[str, list[tuple[ConsumerRecord, Event | None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -85,15 +86,15 @@ class Site:
 
     @property
     def work(self) -> str:
-        return work_topic(self.model, "v1", "interactive")
+        return work_topic(self.model, "v1", self.tier)
 
     async def start(self) -> None:
-        specs = model_topics(self.model, "v1", ("interactive",), 2, 60_000)
+        specs = model_topics(self.model, "v1", (self.tier,), 2, 60_000)
         await ensure(self.kafka, [*specs, tenant_topic(self.tenant)])
         version = ModelVersionRegistered(
             self.model, "v1", "scripted", "", CONTEXT, tokenizer="bytes", partitions=2, slots=SLOTS
         )
-        key = ApiKey(self.key_id, "0" * 64, ("interactive",), now_ms())
+        key = ApiKey(self.key_id, "0" * 64, (self.tier,), now_ms())
         for topic, event, name in (
             (TENANTS, TenantChanged(self.tenant, "salt", (key,), now_ms()), self.tenant),
             (REGISTRY, version, self.model),
@@ -110,11 +111,11 @@ class Site:
         reply: Reply | None = None,
         *,
         secret: str = SECRET,
-        tiers: tuple[str, ...] = ("interactive",),
+        tiers: tuple[str, ...] | None = None,
         valid_ms: int = 600_000,
     ) -> str:
         place, until_ms = reply or Reply(TOKENS, 3), now_ms() + valid_ms
-        return mint(secret.encode(), Grant(self.tenant, self.key_id, tiers, place, until_ms))
+        return mint(secret.encode(), Grant(self.tenant, self.key_id, tiers or (self.tier,), place, until_ms))
 
     async def send(
         self,
@@ -126,11 +127,11 @@ class Site:
         headers: tuple[tuple[str, bytes], ...] = (),
         encoding: str = "avro",
     ) -> ConsumerRecord:
-        """Put a record on `requests.interactive`, by default with a good grant and the tenant's key."""
+        """Put a record on the requests of its tier, by default with a good grant and the tenant's key."""
         token = self.grant() if grant == "" else grant
         found = [*headers, *([(GRANT_HEADER, token.encode())] if token else [])]
         name = self.tenant if key == "" else key
-        topic = requests_topic("interactive")
+        topic = requests_topic(self.tier)
         if isinstance(event, bytes | None):
             return await (
                 await self.producer.send_raw(topic, event, None if name is None else name.encode(), partition, found)
@@ -207,11 +208,11 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def open_site(kafka: KafkaSettings) -> AsyncIterator[Site]:
+async def open_site(kafka: KafkaSettings, tier: str = "interactive") -> AsyncIterator[Site]:
     producer = EventProducer(kafka, "test")
     await producer.start()
     try:
-        site = Site(kafka, producer)
+        site = Site(kafka, producer, tier=tier)
         try:
             await site.start()
             yield site

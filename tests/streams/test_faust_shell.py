@@ -18,7 +18,7 @@ from infra.settings import AdmissionSettings, KafkaSettings
 from infra.topics import ensure
 from schemas.errors import HeadraceError
 from schemas.topics import TopicSpec
-from streams.faust_shell import FaustShell, InOrderAcks, Record
+from streams.faust_shell import FaustShell, InOrderAcks, Parked, Record, Taken
 from streams.faust_transport import Message
 from streams.lease import Lease
 
@@ -115,6 +115,42 @@ async def test_what_waits_for_a_slot_when_its_partition_goes_is_not_acked(tmp_pa
     async with taking(shell, queued(range(3, 5))):
         pass
     assert acked == [3, 4]
+
+
+async def test_what_is_parked_is_acked_in_its_order_once_it_was_handled_again(tmp_path: Path) -> None:
+    kept, acked, gate = dict[int, Taken](), list[int](), False
+
+    async def handle(record: Record) -> None:
+        if record.offset == 1 and not gate:
+            raise Parked(lambda done: kept.update({record.offset: done}))
+
+    shell = FaustShell(AdmissionSettings(data_dir=tmp_path), "t", "t", handle, open_max=1)
+    shell._app = Faust(acked)
+    came = queued(range(3))
+    record = ConsumerRecord("t", 0, 1, 0, 0, None, b"", None, -1, 0, ())
+    async with taking(shell, came):
+        pass
+    assert (acked, shell._acks.ahead(("t", 0))) == ([0], 1)
+    gate = True
+    await (await shell.again(record, kept[1]))
+    assert (acked, shell._acks.ahead(("t", 0))) == ([0, 1, 2], 0)
+
+
+async def test_what_is_parked_in_a_partition_that_goes_is_not_handled_again(tmp_path: Path) -> None:
+    kept, acked, handled = list[Taken](), list[int](), list[int]()
+
+    async def handle(record: Record) -> None:
+        handled.append(record.offset)
+        raise Parked(kept.append)
+
+    shell = FaustShell(AdmissionSettings(data_dir=tmp_path), "t", "t", handle, open_max=1)
+    shell._app = Faust(acked)
+    async with taking(shell, queued(range(1))):
+        pass
+    await shell._on_revoked(None, [SimpleNamespace(topic="t", partition=0)])
+    await (await shell.again(ConsumerRecord("t", 0, 0, 0, 0, None, b"", None, -1, 0, ()), kept[0]))
+    kept[0]()
+    assert (handled, acked) == ([0], [])
 
 
 async def test_a_partition_goes_only_when_what_was_let_in_there_is_told_or_void(

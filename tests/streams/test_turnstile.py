@@ -120,9 +120,22 @@ async def test_who_waits_can_be_cancelled_and_is_never_let_in(narrow: Site) -> N
     rid, next_one = await held(narrow), await held(narrow)
     await narrow.send(InferenceCancelled(rid))
     assert (await narrow.of(TOKENS, InferenceFailed, rid)).reason == "cancelled"
+    told = await narrow.of(LIFECYCLE, InferenceRejected, rid)
+    assert (told.reason, told.model) == ("cancelled", narrow.model)  # should its record come again
     await begin(narrow, *first[:FEW])
     await narrow.of(LIFECYCLE, InferenceAdmitted, next_one)
     assert not await narrow.all(LIFECYCLE, InferenceAdmitted, lambda event: event.request_id == rid)
+
+
+@pytest.mark.usefixtures("admission")
+async def test_whose_key_is_revoked_hears_so_while_it_waits(narrow: Site) -> None:
+    await fill(narrow)
+    rid = await held(narrow)
+    key = ApiKey(narrow.key_id, "0" * 64, ("interactive",), now_ms(), revoked_ms=now_ms())
+    await narrow.producer.send_and_wait(
+        TENANTS, TenantChanged(narrow.tenant, "salt", (key,), now_ms()), key=narrow.tenant
+    )
+    assert (await narrow.of(TOKENS, InferenceRejected, rid)).reason == "invalid_grant"
 
 
 @pytest.mark.usefixtures("admission")
