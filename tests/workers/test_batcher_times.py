@@ -252,3 +252,23 @@ def test_with_company_it_goes_at_once_and_alone_when_its_time_is_over(
     assert (first.names, second.names) == ([0, 1], [2])
     assert first.begun_ms - fates[0].came_ms == pytest.approx(40, abs=SLACK_MS)
     assert second.begun_ms - fates[2].came_ms == pytest.approx(100, abs=SLACK_MS)
+
+
+@pytest.mark.parametrize("instances_count", [1, 2, 3])
+@pytest.mark.parametrize("most", [1, 8])
+@pytest.mark.parametrize("comes_ms", [0, 1, 57, 400, 1_111])
+def test_of_two_hundred_jobs_only_what_runs_already_goes_before_a_live_call(
+    timed: Callable[..., tuple[Site, list[Fate]]], instances_count: int, most: int, comes_ms: int
+) -> None:
+    """triton#6055: it is in the next batch that begins, whichever instance is idle first."""
+    jobs = [Asked(0, "a", 1, 1, LONG_MS, None)] * 200
+    site, fates = timed(Limits(most), [*jobs, Asked(comes_ms, "a", 1, 0, LONG_MS, None)], instances_count, [91, 40, 77])
+    live, came_ms = len(jobs), fates[-1].came_ms
+    runs = [run for each in site.runs for run in each]
+    (own,) = (run for run in runs if live in run.names)
+    assert not [run for run in runs if came_ms < run.begun_ms < own.begun_ms], "none began after it came"
+    running = [run for run in runs if run.begun_ms <= came_ms < run.ended_ms]
+    assert len(running) <= instances_count
+    assert all(own.begun_ms <= run.ended_ms + SLACK_MS for run in running), (
+        "nor did it wait for more than the first of them"
+    )
