@@ -41,6 +41,11 @@ class Heard:
 Call = Callable[..., Heard]
 
 
+def metadata_of(call: Any) -> dict[str, Any]:
+    """The trailing metadata."""
+    return {each.key: each.value for each in call.trailing_metadata() or ()}
+
+
 def unary(channel: grpc.Channel, asked: Any, key: str = KEY, **metadata: str) -> Heard:
     call: Any = channel.unary_unary(
         f"/{SERVICE}/ModelInfer",
@@ -51,9 +56,9 @@ def unary(channel: grpc.Channel, asked: Any, key: str = KEY, **metadata: str) ->
     try:
         answer, made = call.with_call(asked, metadata=sent, timeout=WAIT_S)
     except grpc.RpcError as error:
-        told = dict(error.trailing_metadata() or ())
-        return Heard([], told, str(told.get("headrace-reason", "")), error.details() or "", error.code())
-    return Heard(contents(answer), dict(made.trailing_metadata()), code=made.code())
+        told = metadata_of(error)
+        return Heard([], told, told.get("headrace-reason", ""), error.details() or "", error.code())
+    return Heard(contents(answer), metadata_of(made), code=made.code())
 
 
 def streamed(channel: grpc.Channel, asked: Any, key: str = KEY, **metadata: str) -> Heard:
@@ -71,7 +76,7 @@ def streamed(channel: grpc.Channel, asked: Any, key: str = KEY, **metadata: str)
             outputs += contents(last.infer_response)
         assert last is not None
     except grpc.RpcError as error:
-        return Heard([], {}, str(dict(error.trailing_metadata() or ()).get("headrace-reason")), code=error.code())
+        return Heard([], {}, metadata_of(error).get("headrace-reason", ""), code=error.code())
     assert last.infer_response.id == asked.id
     told = {name: getattr(each, each.WhichOneof("parameter_choice")) for name, each in last.infer_response.parameters.items()}  # fmt: skip
     if "request_id" in told:
