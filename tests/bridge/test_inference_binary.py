@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from bridge.inference.asking import Answer
 from bridge.inference.rest_answers import rendered
 from bridge.inference.rest_requests import LENGTH_HEADER, read_ask, split
+from decisions.batching import PARTS_MAX
 from decisions.signature import input_problem
 from schemas.errors import HeadraceError
 from schemas.parts import Tensor
 from schemas.reasons import Reason
 from schemas.tensors import BYTES, DATATYPES, ITEM_BYTES, elements, pack
 from tests.bridge.conftest import WAIT_S, RunningBridge
-from tests.bridge.tensors import RANKS_MAX, back
+from tests.bridge.tensors import ADD, RANKS_MAX, back
 
 EXAMPLES = 6
 
@@ -232,3 +233,17 @@ def test_what_does_not_add_up_never_reaches_the_log(http: httpx.Client, bridge: 
 
     ask()
     assert len(bridge.responder.seen) == before
+
+
+def test_more_rows_than_a_request_can_be_cut_into_are_refused_before_the_log(
+    http: httpx.Client, bridge: RunningBridge
+) -> None:
+    def ask(count: int) -> httpx.Response:
+        inputs = [{"name": name, "datatype": "FP32", "shape": [count, 3], "data": [1] * 3 * count} for name in "ab"]
+        return http.post(f"/v2/models/{ADD}/infer", json={"inputs": inputs})
+
+    before = len(bridge.responder.seen)
+    refused = ask(PARTS_MAX + 1)
+    assert (refused.status_code, len(bridge.responder.seen)) == (400, before)
+    assert refused.json()["error"].startswith(f"{PARTS_MAX + 1} rows are given; at most {PARTS_MAX} are taken at once")
+    assert ask(PARTS_MAX).status_code == 200

@@ -20,7 +20,6 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 from bridge.inference import serving
 from bridge.inference.rest_requests import LENGTH_HEADER
 from decisions import validation
-from decisions.batching import PARTS_MAX
 from decisions.signature import input_problem
 from schemas.tensors import DATATYPES, not_text
 from schemas.topics import BATCH, INTERACTIVE, requests_topic
@@ -252,20 +251,6 @@ def test_rows_that_disagree_are_refused_before_the_log(http: httpx.Client, bridg
     assert "differ in their number of rows, from 2 to 3: `a` 2, `b` 3" in answer.json()["error"]
     assert len(bridge.responder.seen) == before
     assert http.post(f"/v2/models/{ADD}/infer", json={"inputs": [rows("a", 2), rows("b", 2)]}).status_code == 200
-
-
-def test_more_rows_than_a_request_can_be_cut_into_are_refused_before_the_log(
-    http: httpx.Client, bridge: RunningBridge
-) -> None:
-    def ask(count: int) -> httpx.Response:
-        inputs = [{"name": name, "datatype": "FP32", "shape": [count, 3], "data": [1] * 3 * count} for name in "ab"]
-        return http.post(f"/v2/models/{ADD}/infer", json={"inputs": inputs})
-
-    before = len(bridge.responder.seen)
-    refused = ask(PARTS_MAX + 1)
-    assert (refused.status_code, len(bridge.responder.seen)) == (400, before)
-    assert refused.json()["error"].startswith(f"{PARTS_MAX + 1} rows are given; at most {PARTS_MAX} are taken at once")
-    assert ask(PARTS_MAX).status_code == 200
 
 
 def test_errors_have_the_status_of_their_reason(http: httpx.Client, bridge: RunningBridge) -> None:
