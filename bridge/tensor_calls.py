@@ -48,6 +48,8 @@ class TensorCall(ABC):
 
     stream = False
     model: str
+    batched: bool
+    """Whether the model's file takes any number of rows at once."""
     requests: list[InferenceRequested]
 
     def ask(
@@ -59,7 +61,7 @@ class TensorCall(ABC):
         timeout_ms: int | None,
     ) -> None:
         """Sets the request. Raises HeadraceError (invalid_request) if the version doesn't take it."""
-        self.model = version.model
+        self.model, self.batched = version.model, version.batched
         if (found := problem(version, inputs, (), parameters)) is not None:
             raise HeadraceError(Reason.INVALID_REQUEST, found.message, param=body_param(found.param))
         self.requests = [

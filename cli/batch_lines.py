@@ -81,8 +81,10 @@ class Line:
         return sum(len(tensor.data) for request in self.requests for tensor in request.inputs or ())
 
     def weight(self) -> Weight:
-        """What it can travel with: lines of the same model that ask the same of it."""
-        if not isinstance(self.call, TensorCall):
+        """What it can travel with: lines of the same model that ask the same of it. One that runs rows one by one gets its lines one by one: for many
+        together the deadline of one may be too short.
+        """
+        if not isinstance(self.call, TensorCall) or not self.call.batched:
             return Weight(None)
         (request,) = self.requests
         wishes = tuple(sorted(request.parameters.items()))

@@ -212,6 +212,13 @@ class Queue:
             heapify(heap)
 
 
+def too_many(rows: int, max_batch_size: int) -> str | None:
+    """Why so many rows of one request can't be cut into parts, in words for the caller, or None."""
+    if rows <= (most := PARTS_MAX * max_batch_size):
+        return None
+    return f"{rows} rows are given; at most {most} are taken at once: send the rest in other requests"
+
+
 def slices(rows: int, limit: int) -> list[tuple[int, int]]:
     """Where to cut a request of so many rows so that each part fits: pairs of first row and row after the last, in order."""
     return [(at, min(at + limit, rows)) for at in range(0, rows, limit)]

@@ -19,7 +19,7 @@ _GRANT = (Reason.GRANT_EXPIRED, Reason.INVALID_GRANT, Reason.INVALID_API_KEY, Re
 _REFUSED = (Reason.OVERLOADED, Reason.NO_WORKER, Reason.UNAVAILABLE)
 _LAST = (Reason.DEADLINE_EXCEEDED, Reason.TIME_LIMIT_EXCEEDED)
 """Reasons that may pass, but that nobody waits for twice."""
-_ALL_ALIKE = (*_LAST, Reason.MODEL_NOT_FOUND, Reason.CANCELLED)
+_ALL_ALIKE = (Reason.DEADLINE_EXCEEDED, Reason.MODEL_NOT_FOUND, Reason.CANCELLED)
 """Reasons that a unit's lines have in common."""
 
 

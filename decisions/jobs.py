@@ -156,7 +156,8 @@ def shares(total: int, weights: Sequence[int]) -> list[int]:
 
 def form_of(version: ModelVersionRegistered) -> str:
     """A name for all of a version that a line's understanding, and so its gathering, depends on."""
-    form = [version.processor, [asdict(spec) for spec in version.inputs], [asdict(spec) for spec in version.outputs]]
+    specs = [[asdict(spec) for spec in side] for side in (version.inputs, version.outputs)]
+    form = [version.processor, *specs, version.batched]
     return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()
 
 
@@ -168,7 +169,7 @@ def unlike(
         if (now := versions.get((model, version))) is None:
             return f"the version {version} of the model {model}, which its lines were checked with, is gone"
         if form_of(now) != form:
-            return f"the version {version} of the model {model} has other inputs or outputs than its lines were checked with"
+            return f"the version {version} of the model {model} takes or gives other things than when its lines were checked"
     return None
 
 
@@ -344,4 +345,4 @@ class Job:
         return job
 
 
-VERSION = 3
+VERSION = 4

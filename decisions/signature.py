@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 
+from decisions.batching import MAX_BATCH_SIZE, too_many
 from decisions.problem import Problem
 from schemas import processors
 from schemas.events import InferenceRequested, ModelVersionRegistered, Tensor
@@ -27,6 +30,8 @@ PARAMETER_CHARS_MAX = 1_024
 WISH_MAX = 1_000_000
 BATCH_MAX = 4_096
 """So many rows of a request, at most, where a processor takes rows."""
+ARGS_KEPT = 256
+"""Of so many versions' engine arguments it is known what they say."""
 
 _SHOWN_MAX = 16
 
@@ -115,8 +120,21 @@ def _bytes_problem(processor: str, tensor: Tensor) -> str | None:
 def _rows_problem(version: ModelVersionRegistered, given: Mapping[str, Tensor]) -> Problem | None:
     if version.processor in PROCESSORS:
         return _items_problem(given, version.fixed_rows)
-    found = unequal_rows(list(given.values())) if version.batched else None
+    if not version.batched:
+        return None
+    tensors = list(given.values())
+    found = unequal_rows(tensors) or too_many(tensors[0].shape[0], _max_batch_size(version.engine_args))
     return None if found is None else Problem(found, "inputs")
+
+
+@lru_cache(maxsize=ARGS_KEPT)
+def _max_batch_size(engine_args: str) -> int:
+    """What the engine arguments of a version without a processor say. Those that its worker wouldn't start with say nothing."""
+    try:
+        found = json.loads(engine_args).get("max_batch_size", MAX_BATCH_SIZE)
+    except (ValueError, AttributeError):
+        return MAX_BATCH_SIZE
+    return found if type(found) is int and found > 0 else MAX_BATCH_SIZE
 
 
 def _items_problem(given: Mapping[str, Tensor], fixed_rows: int) -> Problem | None:

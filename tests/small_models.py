@@ -15,7 +15,9 @@ _CLASSES = (TensorSpec("label", "BYTES", (-1, -1)), TensorSpec("score", "FP32", 
 
 
 def _version(model: str, processor: str, inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...]) -> ModelVersionRegistered:  # fmt: skip
-    return ModelVersionRegistered(model, "v1", "onnx", "", 64, processor=processor, inputs=inputs, outputs=outputs)
+    return ModelVersionRegistered(
+        model, "v1", "onnx", "", 64, processor=processor, inputs=inputs, outputs=outputs, batched=True
+    )
 
 
 def small_versions(prefix: str) -> tuple[ModelVersionRegistered, ...]:

@@ -57,8 +57,7 @@ def write_message(ask: Ask, answer: Answer, *, stream: bool = False) -> Any:
     parameters: dict[str, Scalar] = dict(answer.parameters)
     if stream:
         parameters["triton_final_response"] = answer.final
-    for name, value in parameters.items():
-        setattr(found.parameters[name], _field_of(value), value)
+    write_parameters(found, parameters)
     raw = ask.binary or any(tensor.datatype not in CONTENTS for tensor in answer.outputs)
     for tensor in answer.outputs:
         output = found.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
@@ -68,6 +67,12 @@ def write_message(ask: Ask, answer: Answer, *, stream: bool = False) -> Any:
             values = list(unpack(tensor.data)) if tensor.datatype == BYTES else array(tensor).reshape(-1).tolist()
             getattr(output.contents, CONTENTS[tensor.datatype]).extend(values)
     return found
+
+
+def write_parameters(message: Any, parameters: Parameters) -> None:
+    """Adds parameters to a message that has a map of them."""
+    for name, value in parameters.items():
+        setattr(message.parameters[name], _field_of(value), value)
 
 
 def _field_of(value: Scalar) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -13,23 +14,26 @@ import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError
 
+from bridge.answer_headers import answer_headers
 from bridge.auth import Caller
 from bridge.body import BODY_READ_MAX_S, PARSED_AT_ONCE_BYTES, parsed_beside
+from bridge.calls import Call
 from bridge.door import FrontDoor
-from bridge.errors import REQUEST_ID_HEADER, stopping
+from bridge.errors import stopping
 from bridge.inference import models
-from bridge.inference.asking import BYTES_MAX, Ask
-from bridge.inference.grpc_requests import read_message, write_message
+from bridge.inference.asking import BYTES_MAX, Ask, Scalar
+from bridge.inference.grpc_requests import read_message, write_message, write_parameters
 from bridge.inference.messages import SERVICE, ModelInferRequest, ModelStreamInferResponse, message
 from bridge.inference.parameters import read_wishes
 from bridge.inference.serving import Serving, begin
-from bridge.limits import rate_headers
 from bridge.observe import refused
 from infra import metrics, ports
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 
 PURPOSE = "gRPC"
+REASON, RETRY_AFTER, REQUEST_ID, REPLAYED = "headrace-reason", "retry-after", "request_id", "replayed"
+"""What is told beside an error, and, on a stream, beside a request's last part."""
 FINAL_RESPONSE = "triton_enable_empty_final_response"
 """Asks that a stream's end be told; it always is, by `triton_final_response` of the last part."""
 ENVELOPE_BYTES = 1024 * 1024
@@ -156,16 +160,21 @@ def _answering(handler: Handler) -> Handler:
     return answer
 
 
-async def _abort(context: Context, error: HeadraceError) -> None:
+async def _abort(context: Context, error: HeadraceError, call: Call | None = None) -> None:
+    """Ends a call by the status of an error, with what else there is to tell of it: `call` if it had begun."""
     refused(error.reason.value)
-    told = [("headrace-reason", error.reason.value)]
+    told = [(REASON, error.reason.value), *(_told(call) if call else ())]
     if error.retry_after_ms is not None:
-        told.append(("retry-after", str(max(1, math.ceil(error.retry_after_ms / 1000)))))
+        told.append((RETRY_AFTER, str(_seconds(error.retry_after_ms))))
     try:
         async with asyncio.timeout(END_GRACE_S):
             await context.abort(grpc.StatusCode[error.reason.grpc_code], _details(error.message), tuple(told))
     except TimeoutError:  # it is on its way, behind what the caller hasn't read yet
         raise grpc.aio.AbortError from None
+
+
+def _seconds(retry_after_ms: int) -> int:
+    return max(1, math.ceil(retry_after_ms / 1000))
 
 
 def _details(text: str) -> str:
@@ -218,8 +227,10 @@ class _Service:
         ask, serving = await self._begin(caller, request, context)
         try:
             answer = await serving.whole()
-            context.set_trailing_metadata(self._told(serving))
+            context.set_trailing_metadata(_told(serving.call))
             return await _written(ask, answer, stream=False)
+        except HeadraceError as error:
+            await _abort(context, error, serving.call)
         finally:
             serving.close()
 
@@ -301,13 +312,15 @@ class _Service:
         try:
             ask, serving = await self._begin(caller, request, context, parts=True)
             serving.call.on_slow = stream.cut
-            async for answer in serving.parts():
+            async for part in serving.parts():
+                last = {**part.parameters, **_named(serving.call)}
+                answer = replace(part, parameters=last) if part.final else part
                 response = ModelStreamInferResponse(infer_response=await _written(ask, answer, stream=True))
                 await stream.write(response, serving)
         except HeadraceError as error:
             if serving is None:
                 refused(error.reason.value)
-            await stream.fail(request.id, error)
+            await stream.fail(request.id, error, None if serving is None else serving.call)
         except TimeoutError:
             if serving is not None:
                 serving.call.fail_slow()
@@ -338,10 +351,6 @@ class _Service:
     def _caller(self, context: Context) -> Caller:
         return self._door.auth.from_headers(_headers(context))
 
-    def _told(self, serving: Serving) -> tuple[tuple[str, str], ...]:
-        told = {REQUEST_ID_HEADER: serving.call.request_id, **rate_headers(serving.call.rates)}
-        return tuple((name.lower(), value) for name, value in told.items())
-
 
 class _Stream:
     """Writes one stream's messages, one after the other, and doesn't wait without end for who doesn't read."""
@@ -370,10 +379,14 @@ class _Stream:
             if serving is not None:
                 serving.call.sending = False
 
-    async def fail(self, name: str, error: HeadraceError) -> None:
-        """One request fails."""
+    async def fail(self, name: str, error: HeadraceError, call: Call | None = None) -> None:
+        """One request fails. `call` if it had begun."""
         response = ModelStreamInferResponse(error_message=error.message)
         response.infer_response.id = name
+        told: dict[str, Scalar] = {REASON: error.reason.value, **(_named(call) if call else {})}
+        if error.retry_after_ms is not None:
+            told[RETRY_AFTER] = _seconds(error.retry_after_ms)
+        write_parameters(response.infer_response, told)
         try:
             await self.write(response)
         except TimeoutError:
@@ -394,6 +407,16 @@ async def _written(ask: Ask, answer: Any, *, stream: bool) -> Any:
     if large:
         return await asyncio.to_thread(write_message, ask, answer, stream=stream)
     return write_message(ask, answer, stream=stream)
+
+
+def _told(call: Call) -> tuple[tuple[str, str], ...]:
+    """The trailing metadata of a call that began."""
+    return tuple((name.lower(), value) for name, value in answer_headers(call).items())
+
+
+def _named(call: Call) -> dict[str, Scalar]:
+    """What the parameters of a request's last message on a stream tell, which has no metadata of its own."""
+    return {REQUEST_ID: call.request_id, **({REPLAYED: True} if call.replayed else {})}
 
 
 def _headers(context: Context) -> dict[str, str]:

@@ -108,7 +108,7 @@ class Responder:
                     self.seen[event.request_id] = Seen(event, grant, headers, record.key, record.topic)
                     if await self._asked_before(event, grant):
                         continue
-                    tasks[event.request_id] = asyncio.create_task(self._answer(event, grant))
+                    tasks[event.request_id] = asyncio.create_task(self._answer_or_fail(event, grant))
                 elif isinstance(event, InferenceCancelled):
                     self.cancelled[event.request_id] = grant
                     if event.request_id in tasks:
@@ -143,6 +143,16 @@ class Responder:
         await self._send(grant, event)
         await self._producer.send(LIFECYCLE, event, key=grant.tenant)
         return True
+
+    async def _answer_or_fail(self, request: InferenceRequested, grant: Grant) -> None:
+        """Whatever breaks here is told: a call that is never answered waits for minutes."""
+        try:
+            await self._answer(request, grant)
+        except Exception as error:
+            where = (request.request_id, grant.tenant, request.model, VERSION, INTERACTIVE)
+            text = f"the responder failed: {error!r}"
+            failed = InferenceFailed(*where, "internal_error", text, ATTEMPT, (0,) * request.sampling.n)
+            await self._send(grant, failed)
 
     async def _answer(self, request: InferenceRequested, grant: Grant) -> None:
         if request.inputs is not None and not is_small(request.model):
@@ -230,14 +240,28 @@ async def _end(tasks: dict[str, asyncio.Task[None]]) -> None:
 def _script(request: InferenceRequested) -> dict[str, Any]:
     if request.inputs is not None:
         row = rows_of(request)[0]
-        text = row.decode() if row.startswith(b"{") else ""
+        text = row.decode(errors="replace") if row.startswith(b"{") else ""
     elif request.messages is not None:
         text = request.messages[-1].content
     else:
-        text = request.prompt or "".join(map(chr, request.prompt_token_ids or ()))
-    if text.startswith("{"):
-        return {"tokens": ["ok"], **json.loads(text)}
-    return {"tokens": list(text)}
+        text = request.prompt or "".join(map(_character, request.prompt_token_ids or ()))
+    return {"tokens": ["ok"], **found} if (found := _directions(text)) is not None else {"tokens": list(text)}
+
+
+def _directions(text: str) -> dict[str, Any] | None:
+    """The object that a text is, or None if it is none: callers may send anything."""
+    if not text.startswith("{"):
+        return None
+    try:
+        found: dict[str, Any] = json.loads(text)
+    except ValueError:
+        return None
+    return found
+
+
+def _character(token_id: int) -> str:
+    """Of a token id; what is no character is one that stands for it."""
+    return chr(token_id) if 0 <= token_id < 0xD800 else "\N{REPLACEMENT CHARACTER}"
 
 
 def _rates(script: dict[str, Any]) -> Rates | None:

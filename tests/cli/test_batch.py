@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,24 @@ from cli.registry import add_key, new_key, new_tenant, write, write_tenant
 from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError
 from schemas.events import ModelPromoted, ModelVersionRegistered
+from schemas.reasons import Reason
 from schemas.topics import REGISTRY
 from tests.cli.answering import Answering
-from tests.small_models import small_versions, vector
+from tests.small_models import rows_of, small_versions, vector
 
 pytestmark = pytest.mark.kafka
 ROOT = Path(__file__).parents[2]
 SECRET = "batch-tests-grant-secret-0123456789abcdef"
 CHAT, EMBED, CLASSIFY = "batch-chat", "batch-embed", "batch-classify"
+FIXED = {"batch-ones-embed": 1, "batch-twos-embed": 2, "batch-apart-embed": 0}
+"""Models that take so many rows at once, no more and no fewer, and one whose rows don't run together."""
 WAIT_S = 30.0
 
 
 @pytest.fixture(scope="module")
 def models(kafka: KafkaSettings) -> None:
     versions = [ModelVersionRegistered(CHAT, "v1", "scripted", "", 4096), *small_versions("batch")]
+    versions += [replace(versions[1], model=name, batched=False, fixed_rows=rows) for name, rows in FIXED.items()]
     events: list[Any] = [(version.model, version) for version in versions]
     events += [(version.model, ModelPromoted(version.model, version.version)) for version in versions]
     asyncio.run(write(kafka, REGISTRY, *events))
@@ -156,15 +161,37 @@ def test_plain_lines_travel_together_and_their_answers_part_again(job: Job, answ
     assert used == sum(len(text) for text in texts)
 
 
-def test_one_line_at_fault_fails_alone_and_what_may_pass_is_asked_again(job: Job, answering: Answering) -> None:
-    bad, later = json.dumps({"error": "context_length_exceeded"}), json.dumps({"once": "overloaded"})
+@pytest.mark.parametrize("model", FIXED)
+def test_a_model_whose_rows_do_not_run_together_gets_its_lines_one_by_one(
+    job: Job, answering: Answering, model: str
+) -> None:
+    """For many together the deadline of one may be too short. A line that isn't of so many rows as the model takes is no line."""
+    rows = FIXED[model] or 1
+    job.write(*({"input": [f"text {number}"] * rows} for number in range(30)), {"input": ["odd"] * (rows + 1)})
+    result = job.run("--model", model, "--skip-bad")
+    bad = rows > 1
+    assert result.return_value == int(bad), result.output
+    assert [len(rows_of(request)) for request in answering.requests.values()] == [rows] * 30 + [2] * (not bad)
+    assert len(job.by_id) == 31
+    for number in range(30):
+        items = job.by_id[f"line-{number + 1}"]["response"]["body"]["data"]
+        assert [item["embedding"] for item in items] == [pytest.approx(vector(f"text {number}".encode()))] * rows
+    if bad:
+        assert "takes 2 items at a time, and 3 are given" in job.by_id["line-31"]["error"]["message"]
+
+
+@pytest.mark.parametrize("reason", ["context_length_exceeded", "time_limit_exceeded"])
+def test_one_line_at_fault_fails_alone_and_what_may_pass_is_asked_again(
+    job: Job, answering: Answering, reason: str
+) -> None:
+    bad, later = json.dumps({"error": reason}), json.dumps({"once": "overloaded"})
     job.write({"text": "a"}, {"text": bad}, {"text": "b"}, {"text": later})
     result = job.run("--model", CLASSIFY)
     assert result.return_value == 1, result.output
     found = job.by_id
     assert sorted(found) == ["line-1", "line-2", "line-3", "line-4"]
-    assert found["line-2"]["error"]["code"] == "context_length_exceeded"
-    assert found["line-2"]["response"]["status_code"] == 400
+    assert found["line-2"]["error"]["code"] == reason
+    assert found["line-2"]["response"]["status_code"] == Reason(reason).http_status
     assert all(found[name]["error"] is None for name in ("line-1", "line-3", "line-4"))
 
 

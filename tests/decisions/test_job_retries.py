@@ -22,7 +22,8 @@ R = Reason
         (R.OVERLOADED, None, 1, Then.AGAIN),
         (R.WORKER_LOST, None, 1, Then.AGAIN),
         (R.DEADLINE_EXCEEDED, None, 5, Then.LAST),
-        (R.TIME_LIMIT_EXCEEDED, None, 5, Then.LAST),
+        (R.TIME_LIMIT_EXCEEDED, None, 5, Then.SPLIT),  # it is one of them that takes so long
+        (R.TIME_LIMIT_EXCEEDED, None, 1, Then.LAST),
         (R.ENGINE_ERROR, None, 5, Then.SPLIT),
         (R.ENGINE_ERROR, None, 1, Then.LAST),
         (R.MODEL_NOT_FOUND, None, 5, Then.LAST),

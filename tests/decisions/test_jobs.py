@@ -175,8 +175,13 @@ def test_a_job_goes_on_with_the_versions_that_its_lines_were_checked_with() -> N
     slower = replace(embed, slots=1, engine_args='{"a": 1}', created_ms=9)
     assert unlike(served, {(embed.model, embed.version): slower}) is None
     assert "is gone" in str(unlike(served, {}))
-    for other in (replace(embed, processor=""), replace(embed, inputs=()), replace(embed, outputs=embed.inputs)):
-        assert "other inputs or outputs" in str(unlike(served, {(embed.model, embed.version): other}))
+    for other in (
+        replace(embed, processor=""),
+        replace(embed, inputs=()),
+        replace(embed, outputs=embed.inputs),
+        replace(embed, batched=False),
+    ):
+        assert "takes or gives other things" in str(unlike(served, {(embed.model, embed.version): other}))
 
 
 def test_a_job_belongs_to_its_tenant_and_its_log() -> None:

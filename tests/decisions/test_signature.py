@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decisions.batching import PARTS_MAX
 from decisions.signature import (
     BATCH_MAX,
     LENGTHS,
@@ -138,6 +139,22 @@ def test_what_it_does_not_say_is_refused_by_name(
     found = problem(version, inputs, outputs, parameters)
     assert found is not None
     assert (found.param, words in found.message) == (param, True), found
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "most"),
+    [("{}", 32 * PARTS_MAX), ('{"max_batch_size": 1, "instances": 2}', PARTS_MAX), ('{"max_batch_size": 3}', 3 * PARTS_MAX), ("?", 32 * PARTS_MAX), ("[]", 32 * PARTS_MAX), ('{"max_batch_size": "9"}', 32 * PARTS_MAX)],
+)  # fmt: skip
+def test_more_rows_than_can_be_cut_into_parts_are_refused(engine_args: str, most: int) -> None:
+    version = replace(PAIRED, engine_args=engine_args)
+    assert problem(version, (rows("a", most), rows("b", most)), (), {}) is None
+    found = problem(version, (rows("a", most + 1), rows("b", most + 1)), (), {})
+    assert found is not None
+    assert (
+        found.message == f"{most + 1} rows are given; at most {most} are taken at once: send the rest in other requests"
+    )
+    unbatched = replace(version, batched=False)
+    assert problem(unbatched, (rows("a", most + 1), rows("b", most + 1)), (), {}) is None, "it runs as it is"
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])

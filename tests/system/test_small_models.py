@@ -15,10 +15,7 @@ from typing import Any
 import httpx
 import ml_dtypes
 import numpy as np
-import onnxruntime
 import pytest
-from magika import Magika
-from magika.types import Seekable
 from openai import OpenAI
 from rich.console import Console
 
@@ -27,12 +24,12 @@ from cli.demo import show_small
 from schemas.events import InferenceCompleted, InferenceFailed
 from schemas.topics import LIFECYCLE
 from tests.onnx_models import EXTREMES, ONNX_TYPES, RANKS
+from tests.system.direct_onnx import direct_scores, direct_vectors
 from tests.system.fixtures_small import BRAIN, EVERYTHING, MAGIKA, MINILM, SmallModels
 from tests.system.running import RunningStack
 from tests.system.small_calls import JSON, KSERVE_GRPC, KSERVE_REST, KSERVES, TRITONS, Ask, asked, kserves
 from tests.system.small_door import async_door, door, tensor
 from tests.system.test_cache import metric
-from text.tokenizer import load_tokenizer
 from workers.engines.arrays import DTYPES
 
 TEXTS = ("A cat sits on the mat.", "The headrace leads water to the turbine. " * 8, "short")
@@ -74,29 +71,13 @@ BF16 = extremes("BF16")
 @pytest.fixture(scope="module")
 def vectors(minilm_dir: Path) -> Any:
     """MiniLM's of the texts, each by itself, by ONNX Runtime called directly."""
-    tokenizer = load_tokenizer(str(minilm_dir))
-    session = onnxruntime.InferenceSession(minilm_dir / "model.onnx", providers=["CPUExecutionProvider"])
-    rows = []
-    for text in TEXTS:
-        ids = np.array([tokenizer.encode(text, add_special_tokens=True)])
-        (states,) = session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})
-        mean = states[0].mean(axis=0)
-        rows.append(mean / np.linalg.norm(mean))
-    return np.stack(rows)
+    return direct_vectors(minilm_dir, TEXTS)
 
 
 @pytest.fixture(scope="module")
 def scores(magika_dir: Path) -> list[dict[str, float]]:
     """Magika's of the files, by label: of its package's own features, by ONNX Runtime called directly."""
-    magika, labels = Magika(), json.loads((magika_dir / "config.json").read_text())["target_labels_space"]
-    session = onnxruntime.InferenceSession(magika_dir / "model.onnx", providers=["CPUExecutionProvider"])
-    found = []
-    for content in FILES:
-        _, made = magika._get_result_or_features_from_seekable(Seekable(io.BytesIO(content.encode())))
-        assert made is not None
-        (rows,) = session.run(None, {"bytes": np.array([[*made.beg, *made.end]], np.int32)})
-        found.append(dict(zip(labels, rows[0].tolist(), strict=True)))
-    return found
+    return direct_scores(magika_dir, [content.encode() for content in FILES])
 
 
 @pytest.fixture(scope="module")

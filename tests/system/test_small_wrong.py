@@ -19,6 +19,7 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from cli.registry import now_ms
+from decisions.batching import MAX_BATCH_SIZE, PARTS_MAX
 from infra.models_file import ModelEntry
 from schemas.codec import encode, encode_json
 from schemas.events import (
@@ -43,6 +44,8 @@ FIVE = [10.0, 20.0, 30.0, 20.0, 10.0]
 NO_TEXT = b"\xff"
 WRONG_PAIRS = ((1, 2, [b"a"]), (1, 1, [b"a", b"b"]), (0, 1, [b"a"]), (1, 1, [NO_TEXT]))
 """Rows of `a` and of `b`, and the words."""
+TOO_MANY = PARTS_MAX * MAX_BATCH_SIZE + 1
+"""Rows, which need have no elements."""
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +103,7 @@ def test_a_wrong_tensor_is_refused_beside_a_right_one_and_reaches_no_topic(
     stack: RunningStack, made: SmallModels, http: httpx.Client, infer: Callable[[Any], Any]
 ) -> None:
     """triton#7171, PR#3158: 7 values for a shape of [1, 5] in the window in which others send 5; and all else that a shape can be wrong in,
-    rows that disagree, and bytes that are no text.
+    rows that disagree or are too many, and bytes that are no text.
     """
     path, right = f"/v2/models/{PICKING}/infer", [0, 1, 2, 1, 0]
     seven = [*right, 2, 2]
@@ -130,6 +133,8 @@ def test_a_wrong_tensor_is_refused_beside_a_right_one_and_reaches_no_topic(
     bad = [
         *(rest(tensor("x", "INT64", [1, 5], values)) for values in (seven, [*right, 2], right[:4], [], [right, right])),
         *(rest(tensor("x", "INT64", shape, right)) for shape in ([5], [], [1, 5, 1], [5, 5], [-1, -5], [0, 5])),
+        rest(tensor("x", "INT64", [TOO_MANY, 0], [])),
+        lambda: infer(message([TOO_MANY, 0], [], raw=False)),
         rest(tensor("x", "INT32", [1, 5], right)),
         rest(tensor("y", "INT64", [1, 5], right)),
         rest(tensor("x", "INT64", [1, 5], right), tensor("x", "INT64", [1, 5], right)),

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
@@ -25,6 +25,7 @@ from tests.contracts.engine import CONTEXT, SLOTS, Bench, EngineContract
 from tests.system.audit import Audit
 from tests.system.engine_host import RemoteEngine
 from tests.system.fixtures_vllm import BOOT_S_MAX, LLM, demo_model, engine_socket
+from tests.system.llm_streams import grpc_door, token_stream
 from tests.system.running import ROOT, RunningStack
 from text.tokenizer import load_tokenizer
 
@@ -50,6 +51,13 @@ def story(stack: RunningStack, llm: str) -> str:
     """An undisturbed greedy answer."""
     text: str = ask(stack, STORY, max_tokens=48).choices[0].message.content
     return text
+
+
+@pytest.fixture(scope="module")
+def door(stack: RunningStack) -> Iterator[str]:
+    """The address of a front door that speaks gRPC."""
+    with grpc_door(stack) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +205,18 @@ def test_a_closed_socket_stops_the_engine(stack: RunningStack, llm: str) -> None
     assert "Paris" in ask(stack, FRANCE, max_tokens=16).choices[0].message.content
 
 
+def test_a_closed_grpc_stream_stops_the_engine(stack: RunningStack, llm: str, door: str) -> None:
+    with token_stream(stack, door, ANSWER_S_MAX) as stream:
+        for name in ("one", "other"):
+            stream.ask(name, LLM, STORY, max_tokens=900, ignore_eos=True, temperature=0)
+        stream.read(lambda: min(map(len, stream.pieces.values())) > 4)
+        stack.until(lambda: running(stack) == 2)
+    closed_s = time.monotonic()
+    stack.until(lambda: running(stack) == 0)
+    assert time.monotonic() - closed_s < 10
+    assert not stream.usage, "none had ended by itself"
+
+
 def running(stack: RunningStack) -> int:
     """What the worker says that its engine runs."""
 
@@ -233,7 +253,34 @@ def test_the_log_alone(stack: RunningStack, llm: str, tmp_path: Path) -> None:
     assert "[InferenceCompleted" in done.stdout
 
 
-def test_a_worker_killed_in_mid_answer_costs_a_pause_and_no_token(stack: RunningStack, llm: str, story: str) -> None:
+def test_tokens_stream_over_grpc_as_they_are_whole(stack: RunningStack, llm: str, door: str) -> None:
+    """All on one stream, and more than there are slots. Nothing else is in their texts, and their tokens are counted."""
+    prompts = [f"{number} mills and {number + 1} wheels:" for number in range(SLOTS + 2)]
+    with token_stream(stack, door, ANSWER_S_MAX) as stream:
+        for prompt in prompts:
+            stream.ask(prompt, LLM, prompt, max_tokens=12, temperature=0, ignore_eos=True)
+        stream.read(stream.whole)
+    for prompt in prompts:
+        usage, text = continued(stack, prompt, 12)
+        assert (stream.usage[prompt], stream.text(prompt)) == (usage, text)
+    assert max(map(len, stream.pieces.values())) > 4, "it came piece by piece"
+
+
+def continued(stack: RunningStack, prompt: str, max_tokens: int) -> tuple[int, str]:
+    """The tokens and the text of a greedy answer that is asked for whole, and doesn't end before its last token."""
+    client = stack.client().with_options(timeout=ANSWER_S_MAX)
+    endless: Any = {"ignore_eos": True}
+    found = client.completions.create(
+        model=LLM, prompt=prompt, max_tokens=max_tokens, temperature=0, extra_body=endless
+    )
+    assert found.usage is not None
+    return found.usage.completion_tokens, found.choices[0].text
+
+
+def test_a_worker_killed_in_mid_answer_costs_a_pause_and_no_token(
+    stack: RunningStack, llm: str, story: str, door: str
+) -> None:
+    """Chats over HTTP, and a text that is continued over gRPC."""
     prompts = [
         STORY,
         f"{FRANCE} {STORY}",
@@ -258,16 +305,22 @@ def test_a_worker_killed_in_mid_answer_costs_a_pause_and_no_token(stack: Running
             seen[number] += 1
         return text
 
-    with ThreadPoolExecutor(len(prompts)) as pool:
+    with ThreadPoolExecutor(len(prompts)) as pool, token_stream(stack, door, BOOT_S_MAX) as stream:
+        going_on = pool.submit(continued, stack, FRANCE, 48)
         undisturbed = [story, *pool.map(whole, prompts[1:])]
         audit = Audit(stack)
         before = stack.pid("llm")
         answers = [pool.submit(streamed, number) for number in range(len(prompts))]
+        stream.ask("grpc", LLM, FRANCE, max_tokens=48, temperature=0, ignore_eos=True)
+        stream.read(lambda: len(stream.pieces["grpc"]) >= 6)
         stack.until(lambda: min(seen) >= 6)
         stack.kill("llm")
-        assert max(seen) < 44, "the answers were nearly whole: nothing was proved"
+        came = max(*seen, len(stream.pieces["grpc"]))
+        assert came < 44, "the answers were nearly whole: nothing was proved"
+        stream.read(stream.whole)
+        assert (stream.usage["grpc"], stream.text("grpc")) == going_on.result()
         assert [answer.result() for answer in answers] == undisturbed
     stories = audit.settled(scripted=False)
-    assert sorted(len(story.attempts) for story in stories.values()) == [2] * len(prompts)
+    assert sorted(len(story.attempts) for story in stories.values()) == [2] * (len(prompts) + 1)
     stack.until_restarted("llm", before, BOOT_S_MAX)
     assert httpx.get(f"http://127.0.0.1:{stack.ops_ports['llm']}/readyz", trust_env=False).status_code == 200

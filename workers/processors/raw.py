@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from decisions.batching import PARTS_MAX, slices
+from decisions.batching import slices, too_many
 from infra.onnx_signature import FileSignature
 from schemas.events import Tensor
 from schemas.tensors import misfit, unequal_rows
@@ -34,9 +34,8 @@ class Raw:
         given = self._given(request.inputs)
         fetch = self._fetch(request.outputs)
         rows = given[self._names[0]].shape[0] if self._file.batched else 0
-        if -(-rows // self._max) > PARTS_MAX:
-            most = PARTS_MAX * self._max
-            raise invalid(f"{rows} rows are given; at most {most} are taken at once: send the rest in other requests")
+        if (found := too_many(rows, self._max)) is not None:
+            raise invalid(found)
         arrays = tuple(to_array(given[name]) for name in self._names)
 
         def finish(parts: Sequence[Sequence[Array]]) -> tuple[Tensor, ...]:
