@@ -63,7 +63,7 @@ def small(
     with served(
         stack,
         ModelEntry(MINILM, "1", "onnx", str(minilm_dir), 256, slots=32, processor="text-embedding", cache=CacheEntry(ttl_s=600)),
-        ModelEntry(MAGIKA, "1", "onnx", str(magika_dir), 512, slots=32, processor="bytes-classification"),
+        ModelEntry(MAGIKA, "1", "onnx", str(magika_dir), 512, slots=32, processor="bytes-classification", cache=CacheEntry(ttl_s=600)),
         ModelEntry(EVERYTHING, "1", "onnx", str(everything), 512, slots=8),
         ModelEntry(BRAIN, "1", "onnx", str(brain), 512, slots=8),
     ) as found:  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import httpx
 import numpy as np
+import pytest
 
 from cli.records import Read
 from cli.registry import now_ms
@@ -22,6 +23,7 @@ from schemas.events import (
     InferenceFailed,
     InferenceRequested,
     InferenceScheduled,
+    Quota,
     Reply,
     Sampling,
     Tensor,
@@ -30,9 +32,11 @@ from schemas.ids import request_id
 from schemas.topics import BATCH, GRANT_HEADER, INTERACTIVE, TOKENS, requests_topic, work_topic
 from tests.system.audit import Mark
 from tests.system.fixtures_small import LOOPING, LOOPING_SLOTS, PICKING, SmallModels
-from tests.system.running import RunningStack
+from tests.system.running import CALL_WAIT_S, RunningStack
 from tests.system.small_door import async_door, message, tensor
+from tests.system.test_cancelling import ByHttp, ByRecord, Way, caller
 from tests.system.test_junk import dead_letters, send_junk
+from tests.system.test_quotas import GIVEN_BACK_S, tenant
 
 ENDLESS = 1 << 40
 JOB_TURNS = 15_000
@@ -217,6 +221,31 @@ async def test_who_leaves_frees_the_instance(stack: RunningStack, made: SmallMod
         await asyncio.wait({gone})
         answer = await client.post(path, json=turns(2), headers=within(50_000))
     assert answer.json()["outputs"][0]["data"] == [2.0]
+
+
+@pytest.mark.parametrize("kind", [ByHttp, ByRecord], ids=lambda kind: kind.__name__)
+def test_what_is_cancelled_frees_the_instance_and_its_tenants_only_place(
+    stack: RunningStack, made: SmallModels, kind: type[Way]
+) -> None:
+    """And nonsense right after it holds neither."""
+    name, path = f"onnx-{kind.__name__.lower()}", f"/v2/models/{LOOPING}/infer"
+    stack.keys[name] = tenant(stack, name, Quota(INTERACTIVE, concurrent_requests=1))
+    mark, headers = Mark(stack, "tokens"), {"Authorization": f"Bearer {stack.keys[name]}"} | within(100_000)
+    with (
+        httpx.Client(base_url=made.url, headers=headers, timeout=CALL_WAIT_S, trust_env=False) as client,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        calling = threads.submit(client.post, path, json=turns(ENDLESS))
+        begun(stack, mark)
+        (running,) = {name for name, told in outcomes(mark.records()).items() if "GenerationStarted" in told}
+        assert client.post(path, json=turns(1)).status_code == httpx.codes.TOO_MANY_REQUESTS
+        with caller(stack, kind, name) as way:
+            way.cancel("", running)
+        assert calling.result(GIVEN_BACK_S * 2).status_code >= 400
+        stack.until(lambda: client.post(path, json=turns(2)).status_code == httpx.codes.OK, GIVEN_BACK_S)
+        for wrong in (b"{", b"{}", json.dumps(picks(1)).encode(), json.dumps(turns(1) | {"outputs": 3}).encode()):
+            assert client.post(path, content=wrong).status_code == httpx.codes.BAD_REQUEST
+            stack.until(lambda: client.post(path, json=turns(3)).status_code == httpx.codes.OK, GIVEN_BACK_S)
 
 
 def test_a_live_call_is_next_before_two_hundred_jobs(
