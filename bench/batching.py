@@ -95,7 +95,8 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
             for way, pairs in (await _measured(model, folder / FILE, quick=quick)).items():
                 if pairs:
                     found[way, model.name] = pairs
-    title = f"MiniLM, texts of {TOKENS_EACH} tokens, {CALLERS} at once, worker of {SLOTS} slots (default {SMALL_SLOTS}) ({before})"
+    texts = f"texts of {TOKENS_EACH} tokens, {CALLERS} at once, on the log {RECORD_TEXTS} a record"
+    title = f"MiniLM, {texts}, worker of {SLOTS} slots (default {SMALL_SLOTS}) ({before})"
     show(_rows(found), as_json=as_json, title=title)
     _judge(found)
     return 0
@@ -151,14 +152,9 @@ def _rows(found: Mapping[tuple[str, str], Pairs]) -> list[Row]:
     names = {"minilm": "", "unbatched": ", max_batch_size 1"}
     peers = {FAR: ALONE}
     return [
-        row("requests_per_s", "requests/s", f"{_told(way)}{names[model]}", ours, peers.get(way, PEER), theirs)
+        row("requests_per_s", "requests/s", f"{way}{names[model]}", ours, peers.get(way, PEER), theirs)
         for (way, model), (ours, theirs) in ((name, _means(pairs)) for name, pairs in found.items())
     ]
-
-
-def _told(way: str) -> str:
-    """A way's label: through HTTP each text is a request; a producer's travel together, and each counts."""
-    return way if way == "http" else f"{way}, {RECORD_TEXTS} texts a record"
 
 
 def _means(pairs: Pairs) -> tuple[float, float]:
