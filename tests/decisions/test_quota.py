@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decisions.ledger import GRAIN_MS, STEP_BACK_MS
+from decisions.ledger import GRAIN_MS, STEP_BACK_MS, Cost
 from decisions.quota import (
     EACH,
     ENDING_WAIT_MS,
@@ -314,7 +314,12 @@ def test_a_refused_request_is_let_in_when_it_was_told_and_not_a_millisecond_befo
     if refusal is None or refusal.retry_after_ms is None:
         return
     assert refusal.retry_after_ms > 0
-    left = tenant.idle(used=refusal.retry_after_ms != HELD_WAIT_MS)
+    held = any(
+        gauge.retry_ms(amount, NOW + at) != gauge.wait_ms(amount, NOW + at)
+        for gauge in gauges(tenant.counters, limits_for(tenant.quotas, "k1", "m"), NOW + at)
+        for amount in [Cost(tokens).amount(gauge.kind.unit)]
+    )
+    left = tenant.idle(used=not held)  # where it waits for what is given back, too, something is
     assert left.ask(tokens, at + refusal.retry_after_ms) is None
     earlier = data.draw(st.integers(0, refusal.retry_after_ms - 1))
     tenant.refused(tokens, at + earlier)
