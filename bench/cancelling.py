@@ -1,26 +1,29 @@
 """How soon a call that is cancelled has stopped in its engine.
 
-A worker has one slot. A caller streams an answer of minutes, another call waits for the slot; then the first is cancelled, by DELETE or by a
-closed connection. What is measured runs from there to the other's first text: by then the engine made no more, the slot was free, and the next
-call had begun. The peer is the least that this can take: the engine and a lock in the caller's own process, where a task is cancelled.
+A worker has one slot. A caller streams an answer of minutes, another call waits for the slot; then the first is cancelled: by DELETE, by a
+closed connection, by a message on its WebSocket, or by a direct producer's record. What is measured runs from there to the other's first text:
+by then the engine made no more, the slot was free, and the next call had begun. The peer is the least that this can take: the engine and a lock in the caller's own process, where a task is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 
 import aiohttp
 import orjson
 
+from bench.direct import Direct, direct
 from bench.load import Client, now_s
 from bench.rows import Row, conditions, quantile_rows, show, tell_worst
 from bench.stack import private_stack
+from bridge.calls import new_request_id
 from cli.context import console
+from cli.stack import TENANT, Stack
 from infra.models_file import ModelEntry
 from schemas.errors import HeadraceError
-from schemas.events import Sampling
+from schemas.events import InferenceCancelled, InferenceRequested, Sampling, TokensGenerated
 from schemas.reasons import Reason
 from workers.engines.port import EngineConfig, EngineRequest
 from workers.engines.scripted import ScriptedEngine
@@ -32,11 +35,13 @@ NEXT: dict[str, object] = {"tokens": ["y"]}
 CALLS, QUICK_CALLS, WARM_UP_CALLS = 100, 5, 5
 QUEUED_S = 0.3
 """So long the next call has waited when the first is cancelled: it stands before the worker."""
-DELETED, CLOSED = "DELETE", "closed connection"
 AIM_P99_MS = 1_000.0
 
 Once = Callable[[], Awaitable[float]]
 """Cancels one call; the ms until the next has its first text."""
+Cancel = Callable[[], Awaitable[None]]
+Running = Callable[[], AbstractAsyncContextManager[Cancel]]
+"""Has a call that runs, and gives how to cancel it."""
 
 
 async def run(as_json: bool, *, quick: bool = False) -> int:
@@ -45,9 +50,19 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
     theirs = [await _in_process() for _ in range(calls)]
     model = ModelEntry(MODEL, "1", "scripted", "scripted", CONTEXT, slots=1, partitions=1)
     rows: list[Row] = []
-    async with private_stack((model,)) as stack, Client(f"{stack.url}/v1/completions", stack.key) as client:
-        for way in (DELETED, CLOSED):
-            once = _way(client, stack.url, stack.key, way)
+    async with (
+        private_stack((model,)) as stack,
+        Client(f"{stack.url}/v1/completions", stack.key) as client,
+        direct(stack, TENANT) as producer,
+    ):
+        ways = {
+            "DELETE": _over_http(stack, closes=False),
+            "closed connection": _over_http(stack, closes=True),
+            "message on a socket": _on_a_socket(stack),
+            "record": _by_record(producer),
+        }
+        for way, running in ways.items():
+            once = _once(client, running)
             for _ in range(WARM_UP_CALLS):
                 await once()
             ours = [await once() for _ in range(calls)]
@@ -63,32 +78,80 @@ def _body(script: dict[str, object]) -> bytes:
     return orjson.dumps({"model": MODEL, "stream": True, "prompt": prompt, "max_tokens": CONTEXT - len(prompt)})
 
 
-def _way(client: Client, url: str, key: str, way: str) -> Once:
-    headers = {"Authorization": f"Bearer {key}", "content-type": "application/json"}
-
+def _once(client: Client, running: Running) -> Once:
     async def once() -> float:
-        async with aiohttp.ClientSession(headers=headers) as session:
-            answer = await session.post(f"{url}/v1/completions", data=_body(LONG))
-            while b'"text":"x' not in (line := await answer.content.readline()):
-                if not line:
-                    raise HeadraceError(
-                        Reason.UNAVAILABLE, f"a call ended with {answer.status} before it was cancelled"
-                    )
+        async with running() as cancel:
             following = asyncio.create_task(client.call(_body(NEXT)))
             await asyncio.sleep(QUEUED_S)
             cancelled_s = now_s()
-            if way == CLOSED:
-                answer.close()
-            else:
-                async with session.delete(f"{url}/v1/streams/{answer.headers['x-request-id']}") as told:
-                    told.raise_for_status()
+            await cancel()
             sample = await following
-            answer.close()
         if sample.error is not None or sample.first_s is None:
             raise HeadraceError(Reason.UNAVAILABLE, f"the next call failed: {sample.error}")
         return (sample.first_s - cancelled_s) * 1000
 
     return once
+
+
+def _over_http(stack: Stack, *, closes: bool) -> Running:
+    headers = {"Authorization": f"Bearer {stack.key}", "content-type": "application/json"}
+
+    @asynccontextmanager
+    async def running() -> AsyncIterator[Cancel]:
+        async with aiohttp.ClientSession(headers=headers) as session:
+            answer = await session.post(f"{stack.url}/v1/completions", data=_body(LONG))
+            while b'"text":"x' not in (line := await answer.content.readline()):
+                if not line:
+                    raise HeadraceError(
+                        Reason.UNAVAILABLE, f"a call ended with {answer.status} before it was cancelled"
+                    )
+
+            async def cancel() -> None:
+                if closes:
+                    answer.close()
+                    return
+                async with session.delete(f"{stack.url}/v1/streams/{answer.headers['x-request-id']}") as told:
+                    told.raise_for_status()
+
+            yield cancel
+            answer.close()
+
+    return running
+
+
+def _on_a_socket(stack: Stack) -> Running:
+    headers = {"Authorization": f"Bearer {stack.key}"}
+
+    @asynccontextmanager
+    async def running() -> AsyncIterator[Cancel]:
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.ws_connect(f"{stack.url}/v1/stream") as socket,
+        ):
+            asked = {"type": "request", "id": "1", "endpoint": "completions", "body": orjson.loads(_body(LONG))}
+            await socket.send_json(asked)
+            while (message := await socket.receive_json())["type"] != "chunk":
+                if message["type"] == "error":
+                    raise HeadraceError(Reason.UNAVAILABLE, f"a call failed before it was cancelled: {message}")
+
+            yield lambda: socket.send_json({"type": "cancel", "id": "1"})
+
+    return running
+
+
+def _by_record(producer: Direct) -> Running:
+    @asynccontextmanager
+    async def running() -> AsyncIterator[Cancel]:
+        asked = orjson.loads(_body(LONG))
+        sampling = Sampling(max_tokens=asked["max_tokens"])
+        request = InferenceRequested(new_request_id(), MODEL, prompt=asked["prompt"], sampling=sampling)
+        await producer.send(request)
+        await producer.until(
+            lambda event: isinstance(event, TokensGenerated) and event.request_id == request.request_id
+        )
+        yield lambda: producer.send(InferenceCancelled(request.request_id, producer.tenant))
+
+    return running
 
 
 async def _in_process() -> float:
