@@ -22,6 +22,8 @@ ROUNDED_S = 2
 """What a wait may be over a minute: ledgers count by the second, and headers tell whole ones."""
 ON_TIER = ("--tier", "interactive")
 HEARD_S = 20.0
+HEARD_BY_ALL_S = 2.0
+"""So long at most it takes until admission has heard of a quota that is set."""
 
 
 def set_quota(stack: RunningStack, *arguments: str) -> None:
@@ -95,6 +97,7 @@ def test_one_that_is_set_refuses_the_next_call_and_one_that_is_lifted_none(stack
     spent = sum(answer.json()["usage"]["total_tokens"] for answer in answers)
 
     set_quota(stack, "set-later", "--requests-per-minute", "2", "--tokens-per-minute", "5000")
+    time.sleep(HEARD_BY_ALL_S)
     asked_s = time.time()
     told = post(stack, key, body(MODEL))
     assert told.status_code == httpx.codes.TOO_MANY_REQUESTS
