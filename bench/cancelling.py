@@ -2,7 +2,8 @@
 
 A worker has one slot. A caller streams an answer of minutes, another call waits for the slot; then the first is cancelled: by DELETE, by a
 closed connection, by a message on its WebSocket, or by a direct producer's record. What is measured runs from there to the other's first text:
-by then the engine made no more, the slot was free, and the next call had begun. The peer is the least that this can take: the engine and a lock in the caller's own process, where a task is cancelled.
+by then the engine made no more, the slot was free, and the next call had begun. The peer is the least that this can take: the engine
+and a lock in the caller's own process, where a task is cancelled.
 """
 
 from __future__ import annotations

@@ -46,15 +46,19 @@ def metadata_of(call: Any) -> dict[str, Any]:
     return {each.key: each.value for each in call.trailing_metadata() or ()}
 
 
+def sent_by(key: str, metadata: dict[str, str]) -> list[tuple[str, str]]:
+    """What a call sends beside its request."""
+    return [("authorization", f"Bearer {key}"), *((name.replace("_", "-"), value) for name, value in metadata.items())]
+
+
 def unary(channel: grpc.Channel, asked: Any, key: str = KEY, **metadata: str) -> Heard:
     call: Any = channel.unary_unary(
         f"/{SERVICE}/ModelInfer",
         service_pb2.ModelInferRequest.SerializeToString,
         service_pb2.ModelInferResponse.FromString,
     )
-    sent = (("authorization", f"Bearer {key}"), *((name.replace("_", "-"), value) for name, value in metadata.items()))
     try:
-        answer, made = call.with_call(asked, metadata=sent, timeout=WAIT_S)
+        answer, made = call.with_call(asked, metadata=sent_by(key, metadata), timeout=WAIT_S)
     except grpc.RpcError as error:
         told = metadata_of(error)
         return Heard([], told, told.get("headrace-reason", ""), error.details() or "", error.code())
@@ -68,11 +72,10 @@ def streamed(channel: grpc.Channel, asked: Any, key: str = KEY, **metadata: str)
         service_pb2.ModelInferRequest.SerializeToString,
         service_pb2.ModelStreamInferResponse.FromString,
     )
-    sent = (("authorization", f"Bearer {key}"), *((name.replace("_", "-"), value) for name, value in metadata.items()))
     outputs: list[Any] = []
     try:
         last = None
-        for last in call(iter([asked]), metadata=sent, timeout=WAIT_S):
+        for last in call(iter([asked]), metadata=sent_by(key, metadata), timeout=WAIT_S):
             outputs += contents(last.infer_response)
         assert last is not None
     except grpc.RpcError as error:
