@@ -7,9 +7,10 @@ a stamp meets the caller's own clock, half a millisecond is added back. All of i
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Sequence
 
-from bench.load import Sample
+from bench.load import Sample, now_s
 from infra.log import EventDecoder
 from infra.read import Positions, read_to_end
 from infra.settings import KafkaSettings
@@ -37,9 +38,11 @@ class Hops:
         self._settings = settings
         self._topics = (requests_topic(INTERACTIVE), *work, TOKENS)
         self._positions: dict[str, Positions] = {}
+        self._set_s = 0.0
 
     async def begin(self) -> None:
-        """Skips what is there already."""
+        """Skips what is there already, and notes how far the machine's clock was set since the caller's own began."""
+        self._set_s = time.time() - now_s()
         for topic in self._topics:
             async for _ in read_to_end(self._settings, topic, self._positions.setdefault(topic, {})):
                 pass
@@ -53,17 +56,17 @@ class Hops:
                 event = await decoder.decode(record.value)
                 if isinstance(event, _STEPS) and (own := stamps.get(event.request_id)) is not None:
                     own.setdefault(type(event), record.timestamp)
-        return _means([_hops(sample, stamps[sample.request_id[-ID_CHARS:]]) for sample in samples])
+        return _means([_hops(sample, stamps[sample.request_id[-ID_CHARS:]], self._set_s) for sample in samples])
 
 
-def _hops(sample: Sample, stamps: dict[type[object], int]) -> tuple[float, ...]:
+def _hops(sample: Sample, stamps: dict[type[object], int], set_s: float) -> tuple[float, ...]:
     if missing := [step.__name__ for step in _STEPS if step not in stamps]:
         raise HeadraceError(Reason.NOT_FOUND, f"the log holds no {missing[0]} of request {sample.request_id}")
     assert sample.first_s is not None
     at_ms = [
-        sample.sent_s * 1000,
+        (sample.sent_s + set_s) * 1000,
         *(stamps[step] + STAMP_BIAS_MS for step in _STEPS),
-        sample.first_s * 1000,
+        (sample.first_s + set_s) * 1000,
     ]
     return tuple(later - earlier for earlier, later in itertools.pairwise(at_ms))
 

@@ -4,8 +4,9 @@ import os
 
 import pytest
 
+from bench import load
 from bench.hops import HOPS, Hops
-from bench.load import Sample, now_s
+from bench.load import Sample
 from infra.log import EventProducer
 from infra.settings import KafkaSettings
 from infra.topics import ensure_model
@@ -26,7 +27,7 @@ from schemas.topics import INTERACTIVE, TOKENS, requests_topic, work_topic
 
 
 def new_request_id() -> str:
-    return make_id(int(now_s() * 1000), os.urandom(10))
+    return make_id(int(load.now_s() * 1000), os.urandom(10))
 
 
 MODEL = ModelVersionRegistered("bench-hops", "1", "scripted", "scripted", 100)
@@ -47,34 +48,56 @@ def events(request_id: str) -> list[tuple[str, Event]]:
     ]
 
 
+async def asked(hops: Hops, kafka: KafkaSettings) -> tuple[Sample, list[int]]:
+    """A call as its caller saw it, and the broker's times of its events."""
+    request_id = new_request_id()
+    before = TokensGenerated(request_id, 0, Attempt(0, 0), 0, (1,), "")
+    producer = EventProducer(kafka, "test")
+    await producer.start()
+    try:
+        await producer.send_and_wait(TOKENS, before, partition=0)
+        await hops.begin()  # what was there before doesn't count
+        sample = Sample(load.now_s(), request_id=f"chatcmpl-{request_id}")
+        sent = [await producer.send_and_wait(topic, event, key=request_id) for topic, event in events(request_id)]
+        sample.first_s = load.now_s()
+    finally:
+        await producer.stop()
+    return sample, [record.timestamp for record in sent]
+
+
 @pytest.mark.kafka
 async def test_hops_add_up_to_what_the_caller_saw(kafka: KafkaSettings) -> None:
     await ensure_model(kafka, MODEL)
     hops = Hops(kafka, (WORK,))
-    request_id = new_request_id()
-    producer = EventProducer(kafka, "test")
-    await producer.start()
-    try:
-        await producer.send_and_wait(TOKENS, TokensGenerated(request_id, 0, Attempt(0, 0), 0, (1,), ""), partition=0)
-        await hops.begin()  # what was there before doesn't count
-        sample = Sample(now_s(), request_id=f"chatcmpl-{request_id}")
-        for topic, event in events(request_id):
-            await producer.send_and_wait(topic, event, key=request_id)
-        sample.first_s = now_s()
-    finally:
-        await producer.stop()
+    sample, stamps_ms = await asked(hops, kafka)
 
     means = await hops.mean_ms([sample])
 
+    asked_ms, let_in_ms, _, answered_ms = stamps_ms
     assert len(means) == len(HOPS)
+    assert means[1:3] == pytest.approx((let_in_ms - asked_ms, answered_ms - let_in_ms))
     assert sum(means) == pytest.approx(sample.ttft_ms, abs=0.01)  # times since 1970 round
-    assert all(mean >= -1 for mean in means)
+
+
+@pytest.mark.kafka
+async def test_a_clock_that_was_set_moves_no_time_from_one_hop_to_another(
+    kafka: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ensure_model(kafka, MODEL)
+    monkeypatch.setattr(load, "_EPOCH_S", load._EPOCH_S - 60)  # as if the machine's were put on by a minute
+    hops = Hops(kafka, (WORK,))
+    sample, _ = await asked(hops, kafka)
+
+    means = await hops.mean_ms([sample])
+
+    assert max(abs(mean) for mean in means) < 30_000
+    assert sum(means) == pytest.approx(sample.ttft_ms, abs=0.01)
 
 
 @pytest.mark.kafka
 async def test_a_request_that_the_log_lacks_is_named(kafka: KafkaSettings) -> None:
     await ensure_model(kafka, MODEL)
-    lost = Sample(now_s(), first_s=now_s(), request_id=new_request_id())
+    lost = Sample(load.now_s(), first_s=load.now_s(), request_id=new_request_id())
     hops = Hops(kafka, (WORK,))
     await hops.begin()
     with pytest.raises(HeadraceError, match=lost.request_id):
