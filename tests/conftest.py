@@ -12,6 +12,7 @@ import hypothesis
 import pytest
 import structlog
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from infra.broker import EmbeddedKafka
 from infra.settings import KafkaSettings
@@ -25,13 +26,25 @@ __all__ = ["kafka", "kafka_broker", "magika_dir", "minilm_dir", "s3"]
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
 
+ALONE = tuple(
+    f"test_{name}.py" for name in "broker_trouble chaos chaos_plan payloads readiness secured tiers up".split()
+)
+"""System tests that ask nothing of the stack the others share."""
+
 
 class Rooms(LoadScopeScheduling):  # type: ignore[misc]  # xdist is not fully typed
-    """Shares files out between the run's processes, each with a broker of its own; the system's go to one, for they share its stack."""
+    """Shares files out between the run's processes, each with a broker of its own, the longest first: the system's, which share stacks."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
-        return "system" if "/system/" in file else file
+        if "/system/" not in file or file.endswith(ALONE):
+            return file
+        return "system, small models" if "/test_small_" in file or "/test_batch" in file else "system"
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        first = max(self.workqueue, key=lambda scope: ("system" in scope, len(self.workqueue[scope])))
+        self.workqueue.move_to_end(first, last=False)
+        super()._assign_work_unit(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Rooms:
