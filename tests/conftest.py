@@ -27,7 +27,8 @@ hypothesis.settings.register_profile("shared", deadline=None, suppress_health_ch
 hypothesis.settings.load_profile("shared")
 
 ALONE = tuple(
-    f"test_{name}.py" for name in "broker_trouble chaos chaos_plan payloads readiness secured tiers up".split()
+    f"test_{name}.py"
+    for name in ["broker_trouble", "chaos", "chaos_plan", "payloads", "readiness", "secured", "tiers", "up"]
 )
 """System tests that ask nothing of the stack the others share."""
 
