@@ -18,7 +18,7 @@ ACCESS_KEY, SECRET_KEY = "headrace-tests-access", "headrace-tests-secret"
 PROGRAM = Path(sys.executable).parent / "weed"
 LAUNCH = Path(__file__).parents[1] / "infra/launch.py"
 START_WAIT_S = 60.0
-VOLUMES_MAX = 8
+VOLUMES_MAX = 64
 VOLUME_MB = 64
 
 
