@@ -241,16 +241,23 @@ class Agent:
         self.log = folder / f"{name}.log"
 
     def start(self) -> None:
-        port = self._port = free_port()
+        self._port = free_port()
         self._folder.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(ROOT / "tests/streams/agent_process.py"), self.name],
-                env={**self._env, "HEADRACE_OPS_PORT": str(port)}, cwd=ROOT, stdout=log, stderr=log,
+                env={**self._env, "HEADRACE_OPS_PORT": str(self._port)}, cwd=ROOT, stdout=log, stderr=log,
             )  # fmt: skip
+        try:
+            self._until_ready(self._process)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _until_ready(self, process: subprocess.Popen[bytes]) -> None:
         limit = time.monotonic() + WAIT_S
-        while not _ready(port):
-            assert self._process.poll() is None, self.last_words()
+        while not _ready(self._port):
+            assert process.poll() is None, self.last_words()
             assert time.monotonic() < limit, self.last_words()
             time.sleep(0.05)
 
