@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
@@ -40,6 +40,8 @@ ANSWERED_WITHIN_MS = 3 * HOUR_MS
 """How long after its id was made a request's answer is looked for: more than a request may take."""
 SCAN_MAX_S = 20.0
 """How long one search of the log may take; then the caller may try again."""
+LATE_MS = MINUTE_MS
+"""So long after a refusal it is looked whether another admission has let the request in: of two owners of its partition one was late."""
 YOUNG_S = 5.0
 """A request whose id is no older than this may be on its way: it is waited for,"""
 YOUNG_WAIT_S = 2.0
@@ -55,11 +57,23 @@ _partition_of = DefaultPartitioner()
 async def verdict(
     consumer: AIOKafkaConsumer, decoder: EventDecoder, request_id: str, tenant: str
 ) -> InferenceAdmitted | InferenceJoined | InferenceRejected | None:
-    """What admission decided of a tenant's request, or None if `lifecycle` knows of none. Raises HeadraceError (unavailable)."""
+    """What admission decided of a tenant's request, or None if `lifecycle` knows of none. Raises HeadraceError (unavailable).
+
+    Of two decisions it is the admission, also if a refusal was told before it: what becomes of that is told by the stream (ADR 14).
+    """
     young = abs(time.time() - unix_ms(request_id) / 1000) < YOUNG_S
     search = _Search(LIFECYCLE, tenant, request_id, tenant, ADMITTED_WITHIN_MS, YOUNG_WAIT_S if young else 0.0)
+    kinds: tuple[type[InferenceAdmitted | InferenceJoined | InferenceRejected], ...]
     kinds = (InferenceAdmitted, InferenceJoined, InferenceRejected)
-    found = await _find(consumer, decoder, search, lambda _, event: isinstance(event, kinds) and event.tenant == tenant)
+
+    def wanted(_: ConsumerRecord, event: Event) -> bool:
+        return isinstance(event, kinds) and event.tenant == tenant
+
+    found = await _find(consumer, decoder, search, wanted)
+    if found is not None and isinstance(found[1], InferenceRejected):
+        after = replace(search, within_ms=found[0].timestamp + LATE_MS - unix_ms(request_id), wait_s=0.0)
+        kinds = (InferenceAdmitted,)
+        found = await _find(consumer, decoder, after, wanted) or found
     return cast(InferenceAdmitted | InferenceJoined | InferenceRejected, found[1]) if found is not None else None
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from cli.records import POLL_MS, POLL_RECORDS_MAX, Read, partitions_of, read
 from schemas.errors import HeadraceError
-from schemas.events import InferenceCompleted, InferenceFailed, InferenceJoined, InferenceRejected
+from schemas.events import InferenceAdmitted, InferenceCompleted, InferenceFailed, InferenceJoined, InferenceRejected
 from schemas.ids import is_request_id, unix_ms
 from schemas.reasons import Reason
 from schemas.topics import ANSWERS, CONTROL, DEAD_LETTERS, LIFECYCLE, MINUTE_MS, TOKENS_PATTERN
@@ -24,6 +25,8 @@ CLOCK_MARGIN_MS = 2 * MINUTE_MS
 """How far the clock that made an id may be ahead of the broker's."""
 AFTER_ENDING_MS = 10_000
 """How long after its ending more may be written of a request: its answer, and what former owners still send."""
+AFTER_REFUSAL_MS = MINUTE_MS
+"""The same after a refusal, which may be a former owner's."""
 FOUND_MAX = 200_000
 FETCH_TIMEOUT_S = 60.0
 _TOPIC = re.compile(rf"requests\.\w+|work\..+|{TOKENS_PATTERN[1:-1]}|{LIFECYCLE}|{ANSWERS}|{CONTROL}|{DEAD_LETTERS}")
@@ -106,10 +109,8 @@ async def _read_all(
                     if getattr(item.event, "request_id", request_id) != request_id:
                         continue  # another request's, whose text speaks of this one
                     found.append(item)
-                    if item.topic == LIFECYCLE and isinstance(
-                        item.event, InferenceCompleted | InferenceFailed | InferenceJoined | InferenceRejected
-                    ):
-                        last_ms = item.timestamp_ms + AFTER_ENDING_MS
+                    if item.topic == LIFECYCLE:
+                        last_ms = over_ms(found)
             past = records[-1].offset + 1 >= ends[partition]
             if past or (not everything and last_ms is not None and records[-1].timestamp > last_ms):
                 left.pop(partition, None)
@@ -119,6 +120,25 @@ async def _read_all(
         if len(found) > FOUND_MAX:
             raise HeadraceError(Reason.ANSWER_TOO_LARGE, f"the log holds more than {FOUND_MAX} records of this request")
     return found
+
+
+def over_ms(found: Iterable[Read]) -> int | None:
+    """Until when there may be more records of a request, by what `lifecycle` has told of it; None while nothing there says that it is over.
+
+    A refusal may be a late one: another admission has let the request in, or does so soon.
+    """
+    ended, refused, let_in = list[int](), list[int](), False
+    for item in found:
+        match item.event if item.topic == LIFECYCLE else None:
+            case InferenceCompleted() | InferenceFailed() | InferenceJoined():
+                ended.append(item.timestamp_ms)
+            case InferenceRejected():
+                refused.append(item.timestamp_ms)
+            case InferenceAdmitted():
+                let_in = True
+    if ended:
+        return max(ended) + AFTER_ENDING_MS
+    return None if let_in or not refused else max(refused) + AFTER_REFUSAL_MS
 
 
 def _mentions(record: ConsumerRecord[bytes, bytes], mark: bytes) -> bool:

@@ -142,9 +142,8 @@ def _facts(records: Sequence[Read], state: StreamState) -> dict[str, Any]:
     facts["outcome"] = state.closed.outcome if state.closed else "open"
     if state.closed is not None:
         facts |= {"reason": state.closed.reason, "message": state.closed.message or None}
-    if state.closed is None and (
-        refused := next((r.event for r in records if isinstance(r.event, InferenceRejected)), None)
-    ):
+    refused = next((r.event for r in records if isinstance(r.event, InferenceRejected)), None)
+    if state.closed is None and state.attempt is None and refused is not None:
         facts |= {"outcome": "rejected", "reason": refused.reason, "message": refused.message}
     joined = next((r.event for r in records if isinstance(r.event, InferenceJoined)), None)
     if joined is not None and joined.first_request_id != joined.request_id:

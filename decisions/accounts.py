@@ -17,6 +17,7 @@ from enum import StrEnum
 from itertools import islice
 
 from decisions import ledger
+from decisions.endings import ADMISSION
 from decisions.idempotency import KeyIndex
 from decisions.ledger import Cost, Counter, Counters, Hold
 from decisions.ledger_rows import Open, Row, counter_of, open_of
@@ -54,6 +55,7 @@ TOLD_MAX = 200_000
 Key = tuple[str, str]
 """Tenant and request id."""
 Verdict = InferenceAdmitted | InferenceRejected
+Ending = InferenceCompleted | InferenceFailed
 
 
 class Standing(StrEnum):
@@ -92,10 +94,10 @@ class _Told:
 @quick
 @dataclass(frozen=True, slots=True)
 class _Stray:
-    """An ending whose admission isn't told: the offset of its record, and what was used."""
+    """An ending whose admission isn't told: the offset of its record, and what was used; None: it was refused after all."""
 
     offset: int
-    tokens: int
+    used: int | None
 
 
 @dataclass(slots=True)
@@ -185,7 +187,9 @@ class Accounts:
                 self._begun(offset, event)
             case InferenceCompleted() | InferenceFailed() if event.tier in (self._tier, ANY_TIER):
                 self._ended(offset, event)
-                if isinstance(event, InferenceFailed):
+                if was_refused(event):
+                    self.keys.free(event.tenant, event.request_id)
+                elif isinstance(event, InferenceFailed):
                     self.keys.failed(event.tenant, event.request_id, event.reason)
             case _:
                 return
@@ -194,11 +198,15 @@ class Accounts:
         return self._tenants.setdefault(name, _Tenant())
 
     def _admitted(self, offset: int, event: InferenceAdmitted) -> None:
-        """Counts once for each record that asked, and not while the same id is open: both have one stream, and one ending."""
+        """Counts once for each record that asked, and not while the same id is open: both have one stream, and one ending.
+
+        Also if a refusal was told before: one of the two was late, work was sent, and its stream says what becomes of it.
+        """
         key = event.tenant, event.request_id
         tenant = self._tenant(event.tenant)
         self._partition = event.source.partition
-        if counts := self._is_news(key, event.source):
+        told = self._told.get(key)
+        if counts := told is None or isinstance(told.verdict, InferenceRejected) or _later(event.source, told.source):
             self._note(key, _Told(event, offset, event.source))
         if offset < tenant.through:
             return
@@ -217,34 +225,26 @@ class Accounts:
             hold, changed = ledger.hold(tenant.counters, event.scopes, cost(event), event.requested_ms)
             tenant.counters.update(changed)
         if (stray := self._strays.pop(key, None)) is not None:
-            tenant.counters.update(ledger.settle(tenant.counters, hold, stray.tokens))
+            tenant.counters.update(_closed(tenant.counters, hold, stray.used))
             self.queues.remove(served_by, event.tenant, event.request_id)
         else:
             tenant.open[event.request_id] = Open(hold, _last_ms(event), event.reply, served_by, door=event.door)
             self.queues.add(served_by, event.tenant, event.request_id)
 
     def _rejected(self, offset: int, event: InferenceRejected) -> None:
-        """What its record holds is given back. What another record with its id holds isn't: whoever asks may make up an id."""
+        """It is told that nothing was let in, and that is all: a refusal takes nothing back.
+
+        Whoever lets a request in and another who refuses it don't know of each other. Which of them its caller hears is told by the order in
+        `tokens`, and so by its ending alone (`decisions.stream`).
+        """
         source = event.source
         if source is None or source.topic != self._source or self._partition not in (None, source.partition):
             return  # what can't be read is refused in whatever partition it is
-        key = event.tenant, event.request_id
-        tenant = self._tenant(event.tenant)
+        key, known = (event.tenant, event.request_id), self._tenants.get(event.tenant)
+        if known is not None and event.request_id in known.open:
+            return
         told = self._told.get(key)
-        if (taken := _pop_pending(tenant, event)) is not None:
-            tenant.counters.update(ledger.withdraw(tenant.counters, taken.hold))
-            if event.request_id not in tenant.open:
-                self.queues.remove(pool_of(taken.admitted), event.tenant, event.request_id)
-        if told is not None and isinstance(told.verdict, InferenceAdmitted):
-            if told.source != source or told.ended:
-                return
-            self._told[key] = _Told(event, told.offset, source)
-            self.keys.free(*key)
-            if offset >= tenant.through and (opened := tenant.open.pop(event.request_id, None)) is not None:
-                self.queues.remove(opened.pool, event.tenant, event.request_id)
-                self._unsaved.add(event.tenant)
-                tenant.counters.update(ledger.withdraw(tenant.counters, opened.hold))
-        elif self._is_news(key, source):
+        if told is None or (isinstance(told.verdict, InferenceRejected) and _later(source, told.source)):
             self._note(key, _Told(event, offset, source))
 
     def _begun(self, offset: int, event: InferenceStarted) -> None:
@@ -258,7 +258,7 @@ class Accounts:
             self.queues.remove(opened.pool, event.tenant, event.request_id)
             self._unsaved.add(event.tenant)
 
-    def _ended(self, offset: int, event: InferenceCompleted | InferenceFailed) -> None:
+    def _ended(self, offset: int, event: Ending) -> None:
         """Of this tier alone: the same id may be asked on another, and what ends there was charged there. A cancel that came by the topic of a
         tier that doesn't know the request names none.
         """
@@ -267,19 +267,12 @@ class Accounts:
         if tenant is not None and opened is not None:
             self.queues.remove(opened.pool, event.tenant, event.request_id)
             self._unsaved.add(event.tenant)
-            tenant.counters.update(ledger.settle(tenant.counters, opened.hold, used_tokens(event)))
+            tenant.counters.update(_closed(tenant.counters, opened.hold, _used(event)))
         told = self._told.get(key)
         if told is not None and isinstance(told.verdict, InferenceAdmitted):
             self._told[key] = replace(told, ended=True)
         elif opened is None:
-            self._strays.setdefault(key, _Stray(offset, used_tokens(event)))
-
-    def _is_news(self, key: Key, source: Position) -> bool:
-        """Whether no verdict is told of this record, nor of a later one with its id."""
-        told = self._told.get(key)
-        if told is None or (told.source.topic, told.source.partition) != (source.topic, source.partition):
-            return True
-        return source.offset > told.source.offset
+            self._strays.setdefault(key, _Stray(offset, _used(event)))
 
     def _note(self, key: Key, told: _Told) -> None:
         """A verdict whose record may be delivered again."""
@@ -419,7 +412,12 @@ class Accounts:
                 self._unsaved.add(name)
 
 
-def _pop_pending(tenant: _Tenant, event: Verdict) -> Taken | None:
+def _later(source: Position, known: Position) -> bool:
+    """Whether a record that asks comes after another with its id, as far as that can be told."""
+    return (source.topic, source.partition) != (known.topic, known.partition) or source.offset > known.offset
+
+
+def _pop_pending(tenant: _Tenant, event: InferenceAdmitted) -> Taken | None:
     """What was let in here because of the same record."""
     taken = tenant.pending.get(event.request_id)
     return tenant.pending.pop(event.request_id) if taken is not None and taken.admitted.source == event.source else None
@@ -435,7 +433,22 @@ def cost(event: InferenceAdmitted) -> Cost:
     return Cost(event.reserved_tokens, running=0 if event.cached else 1)
 
 
-def used_tokens(event: InferenceCompleted | InferenceFailed) -> int:
+def was_refused(event: Ending) -> bool:
+    """Whether an ending says that its caller heard a refusal, whoever let the request in."""
+    return isinstance(event, InferenceFailed) and event.source == ADMISSION
+
+
+def _closed(counters: Counters, hold: Hold, used: int | None) -> dict[str, Counter]:
+    """What an ending makes of a hold: what was refused after all has used up nothing, not even a request."""
+    return ledger.withdraw(counters, hold) if used is None else ledger.settle(counters, hold, used)
+
+
+def _used(event: Ending) -> int | None:
+    """What an ending says was used; None if it was refused after all."""
+    return None if was_refused(event) else used_tokens(event)
+
+
+def used_tokens(event: Ending) -> int:
     """Prompt + generated, as folded: 0 for what never started."""
     return event.usage.prompt_tokens + event.usage.completion_tokens if event.usage is not None else 0
 

@@ -11,6 +11,7 @@ import heapq
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
+from decisions.accounts import is_void
 from schemas.events import (
     InferenceAdmitted,
     InferenceCancelled,
@@ -82,7 +83,7 @@ class Watch:
         """One record of the partition, in order. Whatever says nothing of a request's time is passed over."""
         self._next = max(self._next, offset + 1)
         match event:
-            case InferenceAdmitted():
+            case InferenceAdmitted() if not is_void(event, timestamp_ms):
                 key = event.tenant, event.request_id
                 if key not in self._open:
                     self._open[key] = _Request(offset, event)

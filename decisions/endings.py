@@ -31,6 +31,8 @@ from schemas.reasons import Reason
 CONTENT_BYTES_MAX = OBJECT_MAX_BYTES - 64 * 1024
 """The largest answer that is kept, by the upper bound of `content_bytes`: what the object store takes. What is told whole has `ANSWER_MAX_BYTES`, and
 the ids of its tokens come to that."""
+ADMISSION = "admission"
+"""The source of the ending of what its caller was told to be refused."""
 FAILED_CHOICE = "error"
 """The finish reason of a choice that didn't become whole."""
 TOKEN_ID_BYTES = 5
@@ -126,7 +128,7 @@ def refused(event: GenerationStarted | GenerationTakenOver | InferenceFailed, re
         reason=reason,
         message="The request was refused before it began.",
         usage=Usage(0, 0),
-        source="admission",
+        source=ADMISSION,
     )
 
 

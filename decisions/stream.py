@@ -90,7 +90,7 @@ def fold(state: StreamState, event: Input) -> tuple[StreamState, bool]:
         case InferenceFailed():
             return _failed(state, event)
         case InferenceRejected():
-            return replace(state, closed=Closed(REJECTED, event.reason, event.message)), True
+            return _rejected(state, event)
 
 
 def _started(state: StreamState, event: GenerationStarted) -> tuple[StreamState, bool]:
@@ -164,6 +164,13 @@ def _failed(state: StreamState, event: InferenceFailed) -> tuple[StreamState, bo
     elif (event.if_not_started and not state.untouched) or (state.tenant and event.tenant != state.tenant):
         return state, False
     return replace(state, closed=Closed(FAILED, event.reason, event.message)), True
+
+
+def _rejected(state: StreamState, event: InferenceRejected) -> tuple[StreamState, bool]:
+    """Closes what no worker has taken up. What one has was let in, and goes on, whatever another admission says of it."""
+    if state.attempt is not None:
+        return state, False
+    return replace(state, closed=Closed(REJECTED, event.reason, event.message)), True
 
 
 def _inconsistent(totals: tuple[int, ...], accepted: tuple[int, ...]) -> Closed:

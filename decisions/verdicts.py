@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from decisions import cache
 from decisions.cases import Case, Grant, Refusal, World
+from decisions.endings import ADMISSION
 from decisions.ledger import ALL_KEYS_AND_MODELS
 from decisions.presence import DOOR_CHARS_MAX
 from schemas.events import (
@@ -148,6 +149,21 @@ def _ended(request_id: str, tenant: str, tier: str, message: str) -> tuple[Infer
         source=CANCEL,
     )
     return ending, InferenceCancelled(request_id, tenant)
+
+
+def taken_back(rejected: InferenceRejected) -> InferenceFailed:
+    """The ending that follows the refusal of what is let in already: it counts if no worker has begun, and gives back what was reserved."""
+    return InferenceFailed(
+        request_id=rejected.request_id,
+        tenant=rejected.tenant,
+        model=rejected.model,
+        version="",
+        tier=rejected.tier,
+        reason=rejected.reason,
+        message=rejected.message,
+        if_not_started=True,
+        source=ADMISSION,
+    )
 
 
 def unwanted(event: InferenceCancelled, tenant: str, tier: str, model: str, source: Position) -> InferenceRejected:

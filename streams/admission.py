@@ -38,6 +38,7 @@ from schemas.errors import HeadraceError
 from schemas.events import (
     InferenceAdmitted,
     InferenceCancelled,
+    InferenceFailed,
     InferenceRejected,
     InferenceRequested,
     InferenceScheduled,
@@ -356,9 +357,10 @@ class Admission:
                 async with self._judge.decided(asked, accounts, size) as (case, found):
                     if not self._ledgers.current(asked.source.partition, accounts):
                         return  # whoever has the partition now decides
-                    refusal = found or await self._admit(case, accounts, trace)
-                    if refusal is not None:
-                        await self._reject(verdicts.rejected(case, refusal), case.grant, trace)
+                    if found is not None:
+                        await self._reject(verdicts.rejected(case, found), case.grant, trace)
+                    elif (refusal := await self._admit(case, accounts, trace)) is not None:
+                        await self._take_back(verdicts.rejected(case, refusal), case.grant, trace)
                     return
             except Unwanted:
                 return  # its cancel, which waits for this, tells so
@@ -394,7 +396,7 @@ class Admission:
         version = self._world.models.version(verdict.model, verdict.version)
         if version is None:
             refusal = Refusal(Reason.MODEL_NOT_FOUND, f"The model `{verdict.model}` is gone.", "model")
-            return await self._reject(verdicts.rejected(case, refusal), case.grant, trace)
+            return await self._take_back(verdicts.rejected(case, refusal), case.grant, trace)
         until_s = time.monotonic() + RETRIED_S
         while True:
             try:
@@ -403,7 +405,7 @@ class Admission:
             except HeadraceError as error:
                 if not error.retriable:
                     refusal = Refusal(error.reason, error.message, error.param)
-                    return await self._reject(verdicts.rejected(case, refusal), case.grant, trace)
+                    return await self._take_back(verdicts.rejected(case, refusal), case.grant, trace)
                 if error.reason is not Reason.OVERLOADED or _over(verdict, until_s):
                     log.warning("its work can't be sent again", request_id=verdict.request_id, reason=error.message)
                     return None
@@ -448,7 +450,7 @@ class Admission:
             refusal = Refusal(Reason.INTERNAL_ERROR, Reason.INTERNAL_ERROR.text)
             rejected = verdicts.rejected(self._case(record, grant, request), refusal)
             with contextlib.suppress(NoSuchPartition, RecordTooLarge):
-                await self._reject(rejected, grant, child(record.headers))
+                await self._take_back(rejected, grant, child(record.headers))
 
     async def _admit(self, case: Case, accounts: Accounts, trace: Headers) -> Refusal | None:
         """No pause between the checks and the reservation: the next request is judged with it."""
@@ -460,7 +462,7 @@ class Admission:
         if entry is None:
             self._world.placed(topic, partition)
             self._cache.went(scheduled, partition)
-        work_of = _caused(scheduled, admitted, entry, case.cached_ms or 0)
+        work_of, is_told = _caused(scheduled, admitted, entry, case.cached_ms or 0), False
         try:
             value = await self._producer.encoded(admitted)
             self._ledgers.wrote(value, admitted)
@@ -473,11 +475,13 @@ class Admission:
                 self._lease.heard(taken.timestamp)
                 if is_void(admitted, taken.timestamp):
                     raise TooLateError
+                is_told = True
                 (work,) = await deliver(self._producer, [work_of], trace)
             else:
                 work, _ = await deliver(self._producer, [work_of, told], trace)
         except BaseException as error:
-            accounts.withdraw(admitted)
+            if not is_told:  # else it counts until its ending gives it back, for everybody who reads it
+                accounts.withdraw(admitted)
             if entry is None:
                 self._world.withdrawn(topic, partition)
             if isinstance(error, RecordTooLarge):
@@ -496,12 +500,20 @@ class Admission:
         """A refusal for the caller alone: the request of that id goes on."""
         await deliver(self._producer, [reply_to(grant.reply, rejected, rejected.request_id)], trace)
 
-    async def _reject(self, rejected: InferenceRejected, grant: cases.Grant, trace: Headers) -> None:
+    async def _reject(
+        self, rejected: InferenceRejected, grant: cases.Grant, trace: Headers, *more: InferenceFailed
+    ) -> None:
         # A name that a caller made up is no label: their number has no limit.
         model = rejected.model if self._world.stable(rejected.model) is not None else ""
         metrics.REQUESTS.labels(model, "", rejected.tier, rejected.reason).inc()
-        records = [reply_to(grant.reply, rejected, rejected.request_id), Outgoing(LIFECYCLE, rejected, rejected.tenant)]
+        records = [reply_to(grant.reply, rejected, rejected.request_id)]
+        records += [reply_to(grant.reply, event, rejected.request_id) for event in more]
+        records.append(Outgoing(LIFECYCLE, rejected, rejected.tenant))
         await deliver(self._producer, records, trace)
+
+    async def _take_back(self, rejected: InferenceRejected, grant: cases.Grant, trace: Headers) -> None:
+        """Refuse what may be let in already. A refusal takes nothing back; the ending after it does, unless a worker has begun."""
+        await self._reject(rejected, grant, trace, verdicts.taken_back(rejected))
 
     # --- everything else ---------------------------------------------------------------------------------------------
 

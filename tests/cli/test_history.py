@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from cli.history import CLOCK_MARGIN_MS, history, request_id_of
+from cli.history import AFTER_ENDING_MS, AFTER_REFUSAL_MS, CLOCK_MARGIN_MS, history, over_ms, request_id_of
+from cli.records import Read
 from infra.kafka import make_producer
 from infra.log import EventProducer
 from infra.settings import KafkaSettings
@@ -17,6 +18,7 @@ from schemas.errors import HeadraceError
 from schemas.events import Event, InferenceCancelled, InferenceRejected, InferenceRequested
 from schemas.ids import request_id
 from schemas.topics import BATCH, CONTROL, LIFECYCLE, TopicSpec
+from tests.decisions.ledgers import Asked, admitted, ending, rejected
 
 
 def new_id(ahead_ms: int = 0) -> str:
@@ -61,6 +63,18 @@ def test_an_id_is_taken_as_callers_have_it(text: str) -> None:
 def test_what_is_no_id_is_refused(text: str) -> None:
     with pytest.raises(HeadraceError, match="no request id"):
         request_id_of(text)
+
+
+def test_a_request_is_over_with_its_ending_and_with_a_refusal_unless_it_was_let_in() -> None:
+    asked = Asked(0, "r", 8, "k1")
+
+    def told(*events: Event) -> int | None:
+        return over_ms([Read(LIFECYCLE, 0, n, 1_000 * n, None, {}, b"", event) for n, event in enumerate(events)])
+
+    assert told() is told(admitted(asked)) is None
+    assert told(rejected(asked)) == AFTER_REFUSAL_MS
+    assert told(rejected(asked), admitted(asked)) is told(admitted(asked), rejected(asked)) is None
+    assert told(admitted(asked), ending("r", 5), rejected(asked)) == 1_000 + AFTER_ENDING_MS
 
 
 @pytest.mark.kafka

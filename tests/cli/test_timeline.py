@@ -123,6 +123,18 @@ def test_a_refusal_says_why() -> None:
     assert told.durations_ms["total"] == 5
 
 
+def test_a_late_refusal_of_what_has_begun_isnt_how_it_stands() -> None:
+    log = Log()
+    asked(log)
+    log.write(1_030, "tokens", started(FIRST))
+    refused = InferenceRejected(ID, "acme", "m", "interactive", "rate_limited", "too much")
+    log.write(1_040, "tokens", refused)
+    log.write(1_041, "lifecycle", refused)
+    told = build(ID, log.records)
+    assert (told.facts["outcome"], told.facts["reason"]) == ("open", None)
+    assert told.steps[-2].counted is False
+
+
 def test_a_request_that_waits_is_open() -> None:
     log = Log()
     asked(log)

@@ -8,7 +8,7 @@ from itertools import chain
 from random import Random
 from typing import Any
 
-from decisions.accounts import Accounts, Standing, Verdict
+from decisions.accounts import Accounts, Standing, Verdict, is_void
 from decisions.ledger import GRAIN_MS, STEP_BACK_MS, Cost
 from decisions.ledger_rows import Row
 from decisions.quota import KINDS, Exceeded, limits_for, reserve
@@ -40,14 +40,14 @@ def event_of(row: Row) -> LedgerSaved:
 class Flying:
     """A verdict on its way to the log, because of the request at `offset`.
 
-    `doomed`: its work can't be sent, so that it is refused after all. `withdraws`: what it takes back.
+    `doomed`: its work can't be sent, so that it is refused after all; it is told so: `takes_back`, and then its stream tells its ending.
     """
 
     event: Verdict
     offset: int
     since: int
     doomed: bool = False
-    withdraws: InferenceAdmitted | None = None
+    takes_back: bool = False
 
 
 @dataclass(eq=False)
@@ -106,7 +106,7 @@ class Site:
             self.deliver(same[0])
         self.head += 1
         found, verdict = self.owner.standing(asked.tenant, asked.request_id, offset)
-        if found is Standing.NEW or (found is Standing.REPEATED and isinstance(verdict, InferenceRejected)):
+        if found is Standing.NEW:
             self._decide(asked, offset, doomed=doomed)
         elif found is Standing.REDELIVERED and isinstance(verdict, InferenceRejected):
             self._fly(Flying(verdict, offset, len(self.log)))
@@ -147,15 +147,14 @@ class Site:
     def deliver(self, one: Flying) -> None:
         """The broker has it."""
         self.flying.remove(one)
-        if one.withdraws is not None:
-            self.owner.withdraw(one.withdraws)
-            self.mine.pop(one.offset, None)
         if one.doomed and isinstance(one.event, InferenceAdmitted):
             refusal = rejected(self.requests[one.offset], one.offset)
-            self.flying.append(Flying(refusal, one.offset, len(self.log), withdraws=one.event))
+            self.flying.append(Flying(refusal, one.offset, len(self.log), takes_back=True))
         else:
             self.done.add(one.offset)
         self.append(one.event)
+        if one.takes_back:
+            self.append(ending(one.event.request_id, 0, one.event.tenant, source="admission"))
 
     def append(self, event: Any) -> None:
         """Whoever wrote it."""
@@ -190,7 +189,7 @@ class Site:
 
     def running(self) -> list[Asked]:
         """What a worker may have: it is in the log, and hasn't ended there."""
-        refused = {one.offset for one in self.flying if isinstance(one.event, InferenceRejected)}
+        refused = {one.offset for one in self.flying if one.takes_back}
         told = self.told(len(self.log))
         return [truth.asked for offset, truth in told.items() if truth.used is None and offset not in refused]
 
@@ -208,28 +207,25 @@ class Site:
     def told(self, count: int) -> dict[int, Truth]:
         """By the offset of its request, what so many records of the log say was let in, and used."""
         found: dict[int, Truth] = {}
-        judged: set[int] = set()
-        used: dict[tuple[str, str], int] = {}
-        for _, event in self.log[:count]:
-            key = event.tenant, event.request_id
+        ended: dict[tuple[str, str], InferenceFailed] = {}
+        for told_ms, event in self.log[:count]:
             if isinstance(event, InferenceFailed):
+                ended.setdefault((event.tenant, event.request_id), event)
+            elif isinstance(event, InferenceAdmitted) and not is_void(event, told_ms):
+                found[event.source.offset] = Truth(self.requests[event.source.offset])
+        for offset, truth in list(found.items()):
+            event = ended.get((truth.asked.tenant, truth.asked.request_id))
+            if event is not None and event.source == "admission":
+                del found[offset]
+            elif event is not None:
                 assert event.usage is not None
-                used.setdefault(key, event.usage.prompt_tokens + event.usage.completion_tokens)
-                continue
-            offset = event.source.offset
-            if isinstance(event, InferenceAdmitted) and offset not in judged:
-                found[offset] = Truth(self.requests[offset])
-            elif isinstance(event, InferenceRejected) and key not in used:
-                found.pop(offset, None)
-            judged.add(offset)
-        for truth in found.values():
-            key = truth.asked.tenant, truth.asked.request_id
-            truth.used = min(used[key], truth.asked.tokens) if key in used else None
+                truth.used = min(event.usage.prompt_tokens + event.usage.completion_tokens, truth.asked.tokens)
         return found
 
     def pending(self, count: int) -> list[Truth]:
         """What this owner let in and so many records don't tell."""
-        judged = {event.source.offset for _, event in self.log[:count] if not isinstance(event, InferenceFailed)}
+        admissions = [(at_ms, event) for at_ms, event in self.log[:count] if isinstance(event, InferenceAdmitted)]
+        judged = {event.source.offset for at_ms, event in admissions if not is_void(event, at_ms)}
         return [Truth(asked) for offset, asked in self.mine.items() if offset not in judged]
 
     def known(self, tenant: str, count: int | None = None) -> list[Truth]:

@@ -204,6 +204,8 @@ def rejected(asked: Asked, offset: int = 0, **changes: Any) -> InferenceRejected
     return replace(event, **changes)
 
 
-def ending(request_id: str, used: int | None, tenant: str = "acme", tier: str = INTERACTIVE) -> InferenceFailed:
+def ending(
+    request_id: str, used: int | None, tenant: str = "acme", tier: str = INTERACTIVE, **changes: Any
+) -> InferenceFailed:
     usage = Usage(used - used // 2, used // 2) if used is not None else None
-    return InferenceFailed(request_id, tenant, "m", "v1", tier, "cancelled", "", usage=usage)
+    return replace(InferenceFailed(request_id, tenant, "m", "v1", tier, "cancelled", "", usage=usage), **changes)

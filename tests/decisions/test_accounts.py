@@ -11,9 +11,11 @@ import pytest
 
 from decisions import accounts as rules
 from decisions.accounts import ANY_TIER, LAPSE_MS, RECALLED_RECORDS, SAVED_AGAIN_MS, TOLD_MAX, Accounts, Standing
+from decisions.idempotency import KeyStanding
 from decisions.ledger import Cost, Unit, Window
 from decisions.quota import Exceeded, limits_for, reserve
 from schemas.events import InferenceAdmitted, LedgerSaved, Position
+from schemas.parts import Keyed
 from schemas.topics import BATCH, INTERACTIVE
 from tests.decisions.ledger_site import follow, saved
 from tests.decisions.ledgers import TIMEOUT_MS, Asked, admitted, ending, rejected
@@ -117,12 +119,58 @@ def test_an_id_has_one_stream_so_while_it_is_open_another_record_of_it_reserves_
     assert in_all(accounts) == (0, 0, 1, 50)
 
 
-def test_a_rejection_after_an_admission_gives_all_of_it_back() -> None:
+def test_the_first_owners_admission_and_the_seconds_late_refusal_take_nothing_back() -> None:
     accounts = told(admitted(R), rejected(R))
+    assert in_all(accounts) == RUNS
+    assert accounts.standing("acme", "r", 0) == (Standing.REDELIVERED, admitted(R))
+    tell(accounts, ending("r", 50), rejected(R))
+    assert in_all(accounts) == (0, 0, 1, 50)
+    assert accounts.standing("acme", "r", 0) == (Standing.ENDED, admitted(R))
+
+
+def test_what_a_late_refusal_came_before_is_let_in_all_the_same() -> None:
+    accounts = told(rejected(R), admitted(R))
+    assert in_all(accounts) == RUNS
+    assert accounts.standing("acme", "r", 0) == (Standing.REDELIVERED, admitted(R))
+    tell(accounts, rejected(R), admitted(R))
+    assert in_all(accounts) == RUNS
+    tell(accounts, ending("r", 50))
+    assert in_all(accounts) == (0, 0, 1, 50)
+
+
+def test_a_refusal_and_a_late_one_of_the_same_record_are_one() -> None:
+    accounts = told(rejected(R), rejected(R, message="in other words"))
     assert in_all(accounts) == NOTHING
     assert accounts.standing("acme", "r", 0) == (Standing.REDELIVERED, rejected(R))
-    tell(accounts, admitted(R))
-    assert in_all(accounts) == NOTHING, "the record that asked is refused"
+
+
+def test_a_late_refusal_of_what_only_a_row_still_knows_takes_nothing_back() -> None:
+    accounts = told(admitted(R))
+    tell(accounts, None, first=RECALLED_RECORDS + 1)
+    back = restored(saved(accounts, 1, NOW))
+    tell(back, rejected(R), first=RECALLED_RECORDS + 2)
+    assert in_all(back) == RUNS
+    assert back.standing("acme", "r", 0) == (Standing.REPEATED, None)
+
+
+@pytest.mark.parametrize("refusal_first", [True, False])
+def test_what_was_let_in_and_whose_caller_heard_a_refusal_has_used_up_nothing(refusal_first: bool) -> None:
+    """Its ending says so: the one that is told by the order in `tokens`."""
+    verdicts = [rejected(R), admitted(R)] if refusal_first else [admitted(R), rejected(R)]
+    refused_after_all = ending("r", 0, source="admission")
+    accounts = told(*verdicts, refused_after_all)
+    assert in_all(accounts) == NOTHING
+    assert accounts.standing("acme", "r", 0) == (Standing.ENDED, admitted(R))
+    accounts = told(refused_after_all, *verdicts)
+    assert in_all(accounts) == NOTHING, "also where its ending is told first"
+
+
+def test_a_key_is_free_once_its_request_was_refused_after_all() -> None:
+    keyed = Keyed("k" * 64, "f" * 64)
+    accounts = told(admitted(R, keyed=keyed), rejected(R))
+    assert accounts.keys.standing("acme", keyed, NOW)[0] is KeyStanding.REPEAT
+    tell(accounts, ending("r", 0, source="admission", reason="model_not_found"))
+    assert accounts.keys.standing("acme", keyed, NOW)[0] is KeyStanding.NEW
 
 
 def test_a_rejection_of_another_record_with_its_id_gives_nothing_back() -> None:
@@ -221,7 +269,7 @@ def test_what_is_withdrawn_before_it_is_told_has_used_up_nothing_and_counts_once
     assert in_all(accounts) == RUNS
     accounts.withdraw(event)
     assert in_all(accounts) == RUNS
-    tell(accounts, rejected(R))
+    tell(accounts, ending("r", 0, source="admission"))
     assert in_all(accounts) == NOTHING
 
 
@@ -241,21 +289,24 @@ def test_what_a_former_owner_told_while_it_was_decided_here_is_charged_once() ->
     assert in_all(accounts) == (0, 0, 1, 50)
 
 
-def test_what_a_former_owner_refused_holds_nothing_here_either() -> None:
+def test_what_a_former_owner_refused_late_holds_what_was_decided_here() -> None:
     accounts = Accounts(INTERACTIVE)
     event = let_in(accounts)
     tell(accounts, rejected(R))
-    assert in_all(accounts) == NOTHING
+    assert in_all(accounts) == RUNS
+    assert accounts.standing("acme", "r", 0) == (Standing.REDELIVERED, event)
     tell(accounts, event)
-    assert in_all(accounts) == NOTHING
+    assert in_all(accounts) == RUNS
+    tell(accounts, ending("r", 50))
+    assert in_all(accounts) == (0, 0, 1, 50)
 
 
 def test_late_words_of_an_earlier_record_leave_a_decision_as_it_is() -> None:
     accounts = told(rejected(R, 0))
     event = let_in(accounts, offset=1)
-    tell(accounts, rejected(R, 0), admitted(R, 0))
+    tell(accounts, rejected(R, 0), event, rejected(R, 0), admitted(R, 0))
     assert in_all(accounts) == RUNS
-    tell(accounts, event, ending("r", 50))
+    tell(accounts, ending("r", 50))
     assert in_all(accounts) == (0, 0, 1, 50)
 
 

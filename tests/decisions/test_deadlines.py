@@ -118,6 +118,11 @@ def test_a_word_without_an_ending_is_said_again_a_few_times() -> None:
     assert watch.committable == 11
 
 
+def test_what_the_log_took_too_late_is_anothers_to_decide() -> None:
+    assert len(watching(admitted(valid_until_ms=T0 - 1))) == 0
+    assert len(watching(admitted(valid_until_ms=T0))) == 1
+
+
 def test_a_request_admitted_twice_is_one() -> None:
     watch = watching(admitted(), admitted())
     assert len(watch.due(DEADLINE_MS, ALL)) == 1

@@ -278,9 +278,12 @@ def test_an_admission_tells_its_key_unless_it_is_void_or_has_none() -> None:
 def test_what_is_refused_after_all_and_what_fails_frees_it() -> None:
     first = let_in()
     refused = InferenceRejected("r", "acme", "m", INTERACTIVE, "unavailable", "", source=first.source)
-    assert standing(told(first, refused).keys) == NEW
     elsewhere = replace(refused, source=Position(requests_topic(INTERACTIVE), first.source.partition, 99))
-    assert standing(told(first, elsewhere).keys) == (KeyStanding.REPEAT, "r")
+    for late in (refused, elsewhere):
+        assert standing(told(first, late).keys) == standing(told(late, first).keys) == (KeyStanding.REPEAT, "r")
+    after_all = InferenceFailed("r", "acme", "m", "", INTERACTIVE, "model_not_found", "", source="admission")
+    for events in ((first, refused, after_all), (refused, first, after_all), (after_all, first)):
+        assert standing(told(*events).keys) == NEW
     failed = InferenceFailed("r", "acme", "m", "v1", INTERACTIVE, "worker_lost", "")
     assert standing(told(first, failed).keys) == NEW
     assert standing(told(failed, first).keys) == NEW

@@ -124,11 +124,17 @@ class AnyInterleaving(RuleBasedStateMachine):
     @precondition(lambda self: self.site.late)
     @rule(data=st.data())
     def tell_too_late(self, data: st.DataObject) -> None:
-        """What a former owner sent, after this one has told what it decided of the same record, or has let it in."""
+        """What a former owner sent, after this one has told what it decided of the same record, or has let it in.
+
+        What this one has refused the other let in too late by its lease, too.
+        """
         event = data.draw(st.sampled_from(self.site.late))
         self.site.late.remove(event)
         let_in = [one.event for one in self.site.flying if isinstance(one.event, InferenceAdmitted)]
-        known = [*self.site.newest(InferenceAdmitted, InferenceRejected), *let_in]
+        let_in += [e for e in self.site.newest(InferenceAdmitted) if not e.valid_until_ms]
+        known = [*self.site.newest(InferenceRejected), *let_in]
+        if isinstance(event, InferenceAdmitted) and subject(event) not in map(subject, let_in):
+            event = replace(event, valid_until_ms=1)
         if subject(event) in map(subject, known):
             self.site.append(event)
 

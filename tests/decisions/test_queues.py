@@ -65,7 +65,7 @@ def take(accounts: Accounts) -> None:
 
 
 @pytest.mark.parametrize("decided_here", [True, False])
-@pytest.mark.parametrize("last", [STARTED, COMPLETED, FAILED, REJECTED])
+@pytest.mark.parametrize("last", [STARTED, COMPLETED, FAILED])
 def test_a_request_waits_from_its_admission_until_it_begins_or_ends(
     accounts: Accounts, decided_here: bool, last: object
 ) -> None:
@@ -77,6 +77,12 @@ def test_a_request_waits_from_its_admission_until_it_begins_or_ends(
     accounts.apply(1, T, last)
     accounts.apply(2, T, last)
     assert accounts.queues.count(POOL, "acme") == 0
+
+
+def test_a_late_refusal_of_what_was_let_in_leaves_it_waiting(accounts: Accounts) -> None:
+    accounts.apply(0, T, ADMITTED)
+    accounts.apply(1, T, REJECTED)
+    assert accounts.queues.count(POOL, "acme") == 1
 
 
 def test_what_was_taken_and_never_told_waits_no_more(accounts: Accounts) -> None:

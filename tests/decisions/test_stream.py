@@ -215,6 +215,25 @@ def test_a_rejection_closes() -> None:
     assert state.closed is not None and (state.closed.outcome, state.closed.reason) == (REJECTED, "model_not_found")
 
 
+def test_a_refusal_of_what_a_worker_has_taken_up_changes_nothing() -> None:
+    """One admission refused what another let in, and was late: the caller has the answer that began."""
+    for begun in (started(A), taken_over(A)):
+        state, counted = run(begun, REJECTION)
+        assert counted == [True, False]
+        assert state.closed is None
+    state, counted = run(started(A), tokens(A, 0, 2), REJECTION, completed(A, 2))
+    assert counted == [True, True, False, True]
+    assert state.closed is not None and state.closed.outcome == COMPLETED
+
+
+def test_what_is_taken_back_is_refused_before_a_worker_has_it_and_goes_on_after() -> None:
+    taken_back = replace(TIMER, source="admission")
+    state, counted = run(REJECTION, taken_back, started(A))
+    assert (state.closed is not None and state.closed.outcome, counted) == (REJECTED, [True, False, False])
+    state, counted = run(started(A), REJECTION, taken_back)
+    assert (state.closed, counted) == (None, [True, False, False])
+
+
 # --- properties: whatever owners, zombies, timers and cancels write, in whatever order --------------------------------
 
 ATTEMPTS = st.sampled_from([A, B, C])

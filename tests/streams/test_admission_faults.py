@@ -14,7 +14,7 @@ from infra.log import EventDecoder, NotDelivered
 from infra.settings import AdmissionSettings
 from schemas.codec import encode
 from schemas.errors import HeadraceError
-from schemas.events import InferenceRejected, InferenceRequested, RecordDeadLettered, Reply
+from schemas.events import InferenceFailed, InferenceRejected, InferenceRequested, RecordDeadLettered, Reply
 from schemas.topics import DEAD_LETTERS, GRANT_HEADER, LIFECYCLE, TOKENS, requests_topic
 from streams.admission import Admission
 from streams.cache import ResponseCache
@@ -87,13 +87,14 @@ def record(event: Any) -> Record:
 async def test_the_caller_of_a_request_that_meets_a_bug_is_told() -> None:
     producer = Producer()
     await admission_with(producer).handle(record(InferenceRequested(ID, "m", prompt="secret words")))
-    told = dict(producer.events)
-    assert set(told) == {TOKENS, LIFECYCLE, DEAD_LETTERS}
-    assert isinstance(told[TOKENS], InferenceRejected)
-    assert (told[TOKENS].request_id, told[TOKENS].reason) == (ID, "internal_error")
-    assert told[TOKENS] == told[LIFECYCLE]
-    assert isinstance(told[DEAD_LETTERS], RecordDeadLettered)
-    assert told[DEAD_LETTERS].message == "LookupError in admission"
+    assert [topic for topic, _ in producer.events] == [TOKENS, TOKENS, LIFECYCLE, DEAD_LETTERS]
+    refusal, taken_back, told, buried = (event for _, event in producer.events)
+    assert isinstance(refusal, InferenceRejected)
+    assert (refusal.request_id, refusal.reason) == (ID, "internal_error")
+    assert refusal == told
+    assert isinstance(taken_back, InferenceFailed) and taken_back.if_not_started, "should it have been let in before"
+    assert isinstance(buried, RecordDeadLettered)
+    assert buried.message == "LookupError in admission"
 
 
 async def test_a_record_that_meets_a_bug_while_the_log_is_away_is_not_handled(monkeypatch: pytest.MonkeyPatch) -> None:

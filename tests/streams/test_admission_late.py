@@ -9,12 +9,14 @@ from aiokafka.structs import RecordMetadata, TopicPartition
 
 from decisions.accounts import Accounts
 from infra.grants import Grant, mint
-from infra.log import EventDecoder
+from infra.log import EventDecoder, RecordTooLarge
 from infra.settings import AdmissionSettings
 from schemas.codec import encode
 from schemas.events import (
     ApiKey,
     InferenceAdmitted,
+    InferenceFailed,
+    InferenceRejected,
     InferenceRequested,
     InferenceScheduled,
     Quota,
@@ -25,6 +27,7 @@ from schemas.topics import GRANT_HEADER, LIFECYCLE, TOKENS, requests_topic
 from streams.admission import Admission
 from streams.cache import ResponseCache
 from streams.faust_shell import Record
+from streams.fold_table import FoldTable
 from streams.lease import Lease
 from streams.turnstile import Turnstile
 from tests.decisions.worlds import ID, NOW, WORK, FakeWorld
@@ -90,6 +93,15 @@ class Producer(BytesTaken):
         return [event for _, event in self.events if isinstance(event, kind)]
 
 
+class Full(Producer):
+    """A log whose broker takes no work."""
+
+    async def send(self, topic: str, event: Any, **more: Any) -> asyncio.Future[RecordMetadata]:
+        if topic == WORK:
+            raise RecordTooLarge("the broker takes no such record")
+        return await super().send(topic, event, **more)
+
+
 class Books:
     """The ledgers of the one partition, until it goes to another."""
 
@@ -137,6 +149,25 @@ async def test_too_late_it_is_decided_anew_and_reserved_once() -> None:
     for at_ms, event in zip((NOW + SESSION_MS, NOW), producer.of(InferenceAdmitted), strict=True):
         books.accounts.apply(0 if at_ms > NOW else 1, at_ms, event)
     assert books.accounts.counters("acme")[""].running == 1
+
+
+async def test_work_that_cant_be_sent_once_it_is_let_in_is_taken_back_by_its_stream() -> None:
+    """The log has its admission, and everybody counts it until an ending gives it back: no refusal does."""
+    producer, books = Full(5, 5), Books(goes=False)
+    await handled(producer, books)
+    assert [topic for topic, _ in producer.events] == [LIFECYCLE, TOKENS, TOKENS, LIFECYCLE]
+    admitted, *stream, refused = (event for _, event in producer.events)
+    assert isinstance(refused, InferenceRejected) and stream[0] == refused
+    assert books.accounts.counters("acme")[""].running == 1
+    table = FoldTable(TOKENS, 1, 0, 60_000)
+    outputs = [output for offset, event in enumerate(stream) for output in table.apply(offset, NOW, event)]
+    (ended,) = (output for output in outputs if isinstance(output, InferenceFailed))
+    for offset, event in enumerate((admitted, refused)):
+        books.accounts.apply(offset, NOW, event)
+    assert books.accounts.counters("acme")[""].running == 1
+    books.accounts.apply(2, NOW, ended)
+    counter = books.accounts.counters("acme")[""]
+    assert (counter.running, counter.requests_total) == (0, 0)
 
 
 async def test_too_late_and_the_partition_gone_nothing_is_sent_or_reserved() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from decisions import endings as rules
 from decisions.stream import Input
+from decisions.verdicts import taken_back
 from schemas.events import (
     Attempt,
     ChoiceEnd,
@@ -192,6 +193,22 @@ def test_who_let_in_what_another_refused_is_told_its_ending_once(word: Input) ->
     assert (ended.request_id, ended.tenant, ended.reason, ended.usage) == ("r", "acme", "rate_limited", Usage(0, 0))
     assert apply(given_table, started(attempt=B), tokens(attempt=B), first=2) == []
     assert not given_table.open
+
+
+def test_a_late_refusal_of_what_has_begun_is_told_to_nobody() -> None:
+    refusal = InferenceRejected("r", "acme", "m", "interactive", "rate_limited", "too much")
+    outputs = apply(table(), started(), tokens(), refusal, completed())
+    assert [type(output) for output in outputs] == [InferenceStarted, InferenceCompleted, InferenceAnswered]
+
+
+def test_what_is_refused_and_taken_back_has_one_answer_and_one_ending() -> None:
+    refusal = InferenceRejected("r", "acme", "m", "interactive", "record_too_large", "too large")
+    answer, ended = apply(table(), refusal, taken_back(refusal), started(), tokens())
+    assert isinstance(answer, InferenceAnswered) and answer.error_reason == "record_too_large"
+    assert isinstance(ended, InferenceFailed)
+    assert (ended.source, ended.reason, ended.usage) == ("admission", "record_too_large", Usage(0, 0))
+    outputs = apply(table(), started(), refusal, taken_back(refusal), tokens(), completed())
+    assert [type(output) for output in outputs] == [InferenceStarted, InferenceCompleted, InferenceAnswered]
 
 
 def test_what_closed_is_forgotten_in_the_end() -> None:

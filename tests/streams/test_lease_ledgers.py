@@ -1,7 +1,13 @@
-"""Two owners of one partition, of which one may not know that it is none any more: the lease keeps their ledgers to one truth."""
+"""Two owners of one partition, of which one may not know that it is none any more: the lease and the folds keep their ledgers to one truth.
+
+What they write and what workers do about it goes through the fold of the streams and back to `lifecycle`, as `endings` does it. So it is
+checked that what callers are told is what is charged, whichever of two owners' words comes first in either topic.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,10 +16,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from decisions.accounts import ANY_TIER, Accounts, Standing, is_void
-from decisions.ledger import NEW, Cost
+from decisions.ledger import NEW, STEP_BACK_MS, Cost, Counter
 from decisions.quota import Exceeded, limits_for, reserve
-from schemas.events import InferenceAdmitted, InferenceFailed, InferenceRejected, Quota
-from schemas.topics import BATCH, INTERACTIVE
+from decisions.stream import NEW as UNBEGUN
+from decisions.stream import REJECTED, Input, StreamState, fold
+from schemas.events import (
+    Attempt,
+    GenerationStarted,
+    InferenceAdmitted,
+    InferenceFailed,
+    InferenceRejected,
+    Quota,
+    TokensGenerated,
+)
+from schemas.topics import BATCH, INTERACTIVE, LIFECYCLE, TOKENS
+from streams.fold_table import FoldTable
 from streams.lease import Lease
 from tests.decisions.ledgers import ONE_LIMIT, Asked, Truth, admitted, check_limits, ending, rejected
 from tests.decisions.worlds import NOW
@@ -23,6 +40,16 @@ SKEW_MS = 3_000
 """Between the clocks of a process and of the brokers: less than the part of a session that a lease leaves out."""
 PAUSE_MS = st.one_of(st.integers(0, 500), st.integers(0, 4_000), st.integers(5_500, 6_500), st.integers(9_000, 30_000))
 """A moment, a while, about a lease, more than a session."""
+ATTEMPT = Attempt(1, 1)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Records of one partition of a topic. `doomed`: the work that follows an admission can't be sent."""
+
+    topic: str
+    events: tuple[Any, ...]
+    doomed: bool = False
 
 
 @dataclass(eq=False)
@@ -31,14 +58,21 @@ class Member:
 
     lease: Lease
     accounts: Accounts
-    owner: bool = True
     left: bool = False
     decided: set[int] = field(default_factory=set)
-    sending: list[InferenceAdmitted] = field(default_factory=list)
+    sending: list[Sent] = field(default_factory=list)
+
+    def reject(self, refusal: InferenceRejected, *more: InferenceFailed) -> None:
+        """Its caller and `lifecycle` are told."""
+        self.sending += [Sent(TOKENS, (refusal, *more)), Sent(LIFECYCLE, (refusal,))]
 
 
 class TwoOwners(RuleBasedStateMachine):
-    """Time passes, members freeze and wake, the group gives the partition on when a session is over; what was sent is taken whenever it is."""
+    """Time passes, members freeze and wake, the group gives the partition on when a session is over; what was sent is taken whenever it is.
+
+    `log` is `lifecycle`. `streams` is what callers see of each request, `endings` what is to be told in `lifecycle` of that, `work` what
+    workers have.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +82,13 @@ class TwoOwners(RuleBasedStateMachine):
         self.requests: list[Asked] = []
         self.log: list[tuple[int, Any]] = []
         self.members: list[Member] = []
-        self.beat_ms = NOW
+        self.beat_ms = self.charged_ms = NOW
+        self.work: set[str] = set()
+        self.streams: dict[str, StreamState] = {}
+        self.table = FoldTable(TOKENS, 0, 0, 10**12)
+        self.offsets = itertools.count()
+        self.endings: deque[Any] = deque()
+        self.outsider = Accounts(INTERACTIVE)
 
     @initialize(quota=ONE_LIMIT, skew_ms=st.integers(-SKEW_MS, SKEW_MS))
     def begin(self, quota: Quota, skew_ms: int) -> None:
@@ -60,15 +100,13 @@ class TwoOwners(RuleBasedStateMachine):
         lease, accounts = Lease(SESSION_MS, lambda: self.now_ms), Accounts(INTERACTIVE)
         lease.proved()
         self.beat_ms = self.now_ms
-        for member in self.members:
-            member.owner = False
         self.members.append(Member(lease, accounts))
-        self._follow(self.members[-1])
+        self._follow(accounts)
 
-    def _follow(self, member: Member, count: int | None = None) -> None:
-        first = member.accounts.next_offset
+    def _follow(self, accounts: Accounts, count: int | None = None) -> None:
+        first = accounts.next_offset
         for offset, (told_ms, event) in enumerate(self.log[first : None if count is None else first + count], first):
-            member.accounts.apply(offset, told_ms, event)
+            accounts.apply(offset, told_ms, event)
 
     @property
     def owner(self) -> Member:
@@ -153,19 +191,23 @@ class TwoOwners(RuleBasedStateMachine):
 
     def _decide(self, member: Member, offset: int) -> None:
         asked = self.requests[offset]
-        standing, _ = member.accounts.standing(asked.tenant, asked.request_id, offset)
-        if standing is not Standing.NEW:
-            return
+        standing, verdict = member.accounts.standing(asked.tenant, asked.request_id, offset)
+        if standing is Standing.REDELIVERED:
+            if isinstance(verdict, InferenceRejected):
+                member.reject(verdict)
+            else:
+                self.work.add(asked.request_id)
+        # What is much older than what was let in is judged as of now by the shell: time never steps back so far.
+        if standing is not Standing.NEW or asked.at_ms < self.charged_ms - STEP_BACK_MS:
+            return None
         limits = limits_for(self.quotas, asked.key, "m")
         found = reserve(member.accounts.counters(asked.tenant), limits, Cost(asked.tokens), asked.at_ms)
         if isinstance(found, Exceeded):
-            # One that comes late would take back what was let in (ADR 14), which is another property's.
-            if member.owner:
-                self._append(rejected(asked, offset))
-            return
+            return member.reject(rejected(asked, offset))
         event = admitted(asked, offset, found.hold.scopes, valid_until_ms=member.lease.until_ms)
         member.accounts.take(found, event)
-        member.sending.append(event)
+        self.charged_ms = max(self.charged_ms, asked.at_ms)
+        return member.sending.append(Sent(LIFECYCLE, (event,), doomed=offset % 7 == 6))
 
     # --- the log ---
 
@@ -175,11 +217,20 @@ class TwoOwners(RuleBasedStateMachine):
         return told_ms
 
     def take(self, member: Member, place: int) -> None:
-        """The broker takes what was sent. Its writer sees by the time that it was too late, and takes it back."""
-        event = member.sending.pop(place)
+        """The broker takes what was sent. The writer of an admission sees by the time that it was too late, and takes it back."""
+        sent = member.sending.pop(place)
+        if sent.topic == TOKENS:
+            return self._stream(*sent.events)
+        (event,) = sent.events
         told_ms = self._append(event)
+        if not isinstance(event, InferenceAdmitted):
+            return None
         if is_void(event, told_ms):
-            member.accounts.withdraw(event)
+            return member.accounts.withdraw(event)
+        if sent.doomed:  # it is in the log, so it is taken back by its stream
+            word = replace(ending(event.request_id, None), if_not_started=True, source="admission")
+            return member.reject(rejected(self._asked(event.request_id), event.source.offset), word)
+        return self.work.add(event.request_id)
 
     @precondition(lambda self: any(member.sending for member in self.members))
     @rule(data=st.data())
@@ -189,14 +240,51 @@ class TwoOwners(RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.integers(1, 12))
     def follow(self, data: st.DataObject, count: int) -> None:
-        self._follow(data.draw(st.sampled_from(self.members[-2:])), count)
+        self._follow(data.draw(st.sampled_from(self.members[-2:])).accounts, count)
 
+    # --- streams ---
+
+    def _stream(self, *events: Input) -> None:
+        """`tokens` has these; what `endings` makes of them is on its way."""
+        for event in events:
+            state = self.streams.get(event.request_id, UNBEGUN)
+            self.streams[event.request_id], _ = fold(state, event)
+            self.endings += self.table.apply(next(self.offsets), self.now_ms, event)
+
+    @rule(count=st.integers(1, 8))
+    def endings_are_told(self, count: int) -> None:
+        self._tell(min(count, len(self.endings)))
+
+    def _tell(self, count: int) -> None:
+        for _ in range(count):
+            self._append(self.endings.popleft())
+
+    @precondition(lambda self: self._waiting())
+    @rule(data=st.data(), all_of_them=st.booleans())
+    def worker_begins(self, data: st.DataObject, all_of_them: bool) -> None:
+        """A worker has taken it from `work`, and knows of nothing else."""
+        for request_id in self._waiting() if all_of_them else [data.draw(st.sampled_from(self._waiting()))]:
+            where = request_id, "acme", "m", "v1", INTERACTIVE
+            self._stream(GenerationStarted(*where, ATTEMPT, (0,), 0, "w"))
+
+    def _waiting(self) -> list[str]:
+        return sorted(one for one in self.work if self.streams.get(one, UNBEGUN).attempt is None)
+
+    @precondition(lambda self: self._open())
     @rule(data=st.data(), share=st.sampled_from([0.0, 0.5, 1.0]), tier=st.sampled_from([INTERACTIVE, ANY_TIER]))
     def end(self, data: st.DataObject, share: float, tier: str) -> None:
         """A worker's word, the timer's, or that of a cancel, which may not know the tier."""
-        if standing := [asked for asked, truth in self._told() if truth.used is None]:
-            asked = data.draw(st.sampled_from(standing))
-            self._append(ending(asked.request_id, int(share * asked.tokens), asked.tenant, tier))
+        self._end(data.draw(st.sampled_from(self._open())), share, tier)
+
+    def _end(self, request_id: str, share: float, tier: str = INTERACTIVE) -> None:
+        made = int(share * self._asked(request_id).tokens)
+        if self.streams.get(request_id, UNBEGUN).started:
+            self._stream(TokensGenerated(request_id, 0, ATTEMPT, 0, (1,) * made, ""))
+        self._stream(ending(request_id, None, tier=tier))
+
+    def _open(self) -> list[str]:
+        """What a worker has, or is let in."""
+        return sorted({*self.work, *(asked.request_id for asked, truth in self._told() if truth.used is None)})
 
     @rule(data=st.data(), tokens=st.integers(0, 30))
     def on_another_tier(self, data: st.DataObject, tokens: int) -> None:
@@ -208,24 +296,27 @@ class TwoOwners(RuleBasedStateMachine):
 
     # --- what holds ---
 
+    def _asked(self, request_id: str) -> Asked:
+        return self.requests[int(request_id[1:])]
+
     def _told(self) -> list[tuple[Asked, Truth]]:
-        """What the log alone says was let in, and used."""
+        """What the log alone says was let in, and used. What was refused after all, before it began, has used up nothing."""
         found: dict[str, tuple[Asked, Truth]] = {}
-        judged: set[str] = set()
+        ended: dict[str, InferenceFailed] = {}
         for told_ms, event in self.log:
             if event.tier not in (INTERACTIVE, ANY_TIER):
                 continue
             if isinstance(event, InferenceFailed):
-                assert event.usage is not None
-                used = event.usage.prompt_tokens + event.usage.completion_tokens
-                if (known := found.get(event.request_id)) is not None and known[1].used is None:
-                    known[1].used = used
-            elif isinstance(event, InferenceRejected):
-                judged.add(event.request_id)
-            elif told_ms <= event.valid_until_ms and event.request_id not in judged:
-                judged.add(event.request_id)
+                ended.setdefault(event.request_id, event)
+            elif isinstance(event, InferenceAdmitted) and told_ms <= event.valid_until_ms:
                 asked = self.requests[event.source.offset]
                 found[event.request_id] = asked, Truth(asked)
+        for request_id, event in ended.items():
+            if event.source == "admission":
+                found.pop(request_id, None)
+            elif request_id in found:
+                assert event.usage is not None
+                found[request_id][1].used = event.usage.prompt_tokens + event.usage.completion_tokens
         return list(found.values())
 
     @invariant()
@@ -233,19 +324,44 @@ class TwoOwners(RuleBasedStateMachine):
         truths = [truth for _, truth in self._told()]
         check_limits(truths, self.quotas, self.now_ms + self.skew_ms)
 
+    @invariant()
+    def what_runs_is_held(self) -> None:
+        """Whoever reads the log to its end counts what an outsider counts, and each stream that goes on is among it."""
+        self._follow(self.outsider)
+        counter, told = self._counter(self.outsider), self._told()
+        standing = {asked.request_id: truth for asked, truth in told if truth.used is None}
+        assert counter.running == len(standing)
+        assert counter.held == sum(truth.charged for truth in standing.values())
+        runs = {one for one, state in self.streams.items() if state.started and state.closed is None}
+        assert runs <= set(standing)
+
+    def _counter(self, accounts: Accounts) -> Counter:
+        return accounts.counters("acme").get("", NEW)
+
     def teardown(self) -> None:
-        """Everybody who reads the log to its end knows the same, and that is what an outsider counts; at rest nothing is held."""
+        """Everybody who reads the log to its end knows the same, and that is what callers were told; at rest nothing is held."""
         for member in self.members:
             while member.sending:
                 self.take(member, 0)
-        for asked, truth in self._told():
-            if truth.used is None:
-                self._append(ending(asked.request_id, asked.tokens // 2, asked.tenant))
-        used = sum(truth.used or 0 for _, truth in self._told())
-        for member in self.members:
-            self._follow(member)
-            counter = member.accounts.counters("acme").get("", NEW)
-            assert (counter.running, counter.held, counter.tokens_total) == (0, 0, used)
+        for request_id in self._open():
+            self._end(request_id, 0.5)
+        self._tell(len(self.endings))
+        served = {one: state for one, state in self.streams.items() if one in self._let_in()}
+        used = sum(sum(state.accepted) for state in served.values())
+        for accounts in (self.outsider, *(member.accounts for member in self.members)):
+            self._follow(accounts)
+            counter = self._counter(accounts)
+            assert (counter.running, counter.held) == (0, 0)
+            assert (counter.requests_total, counter.tokens_total) == (len(served), used)
+
+    def _let_in(self) -> set[str]:
+        """Whose callers weren't refused."""
+        let_in = {
+            e.request_id
+            for ms, e in self.log
+            if isinstance(e, InferenceAdmitted) and e.tier == INTERACTIVE and ms <= e.valid_until_ms
+        }
+        return {one for one in let_in if (closed := self.streams[one].closed) is None or closed.outcome != REJECTED}
 
 
 TestTwoOwners = TwoOwners.TestCase
