@@ -19,7 +19,6 @@ from schemas.codec import Codec, encode, encode_json
 from schemas.errors import Undecodable
 from schemas.events import InferenceFailed, RecordDeadLettered, SchemaPublished, TenantChanged, WorkerReported
 from schemas.topics import DEAD_LETTERS, RECORD_MAX_BYTES, SCHEMAS, TENANTS, TOKENS, core_topics
-from streams.dead_letters import GROUP
 from tests.streams.lives import admit
 from tests.streams.site import Agent, Site
 
@@ -152,13 +151,3 @@ async def test_events_that_belong_make_no_letters(site: Site, agent: Agent) -> N
     await admit(site)
     await of(site, {topic: {(await put(site, topic, b"\xff\x00")).offset: "last"} for topic in BELONGING})
     assert len(await letters(site.kafka)) == before + len(BELONGING)
-
-
-def test_the_group_has_a_name_that_access_rules_know() -> None:
-    from cli.acl import ROLES
-
-    (role,) = [role for role in ROLES if role.name == "lifecycle"]
-    assert GROUP in role.groups
-    assert DEAD_LETTERS in role.writes
-    for topic in (*BELONGING, DEAD_LETTERS):
-        assert any(topic == name or (name.endswith("*") and topic.startswith(name[:-1])) for name in role.reads), topic
