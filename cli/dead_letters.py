@@ -44,7 +44,10 @@ def _which(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(slots=True)
 class Letter:
-    """A dead letter, by its offset. Its event's value is kept only where it was asked for; `settled` says what was done about it."""
+    """A dead letter, by its offset, or the first one's if its record was put aside more than once.
+
+    Its event's value is kept only where it was asked for; `settled` says what was done about it.
+    """
 
     number: int
     at_ms: int
@@ -207,20 +210,22 @@ async def _chosen(
     keep: Collection[int] | None = (),
 ) -> list[Letter]:
     """The letters, open ones only unless `everything`. The values of those in `keep` (None: all) are kept."""
+    from decisions.dead_letters import Letters
     from infra.log import EventDecoder
     from infra.read import read_to_end
 
-    decoder, found = EventDecoder(settings), dict[int, Letter]()
+    decoder, found, letters = EventDecoder(settings), dict[int, Letter](), Letters()
     async for record in read_to_end(settings, DEAD_LETTERS):
         try:
             event = await decoder.decode(record.value)
         except Undecodable:
             continue
         if isinstance(event, RecordDeadLettered):
-            kept = event if keep is None or record.offset in keep else replace(event, value=None)
-            found[record.offset] = Letter(record.offset, record.timestamp, kept)
-        elif isinstance(event, DeadLetterSettled) and event.letter in found:
-            found[event.letter].settled = event
+            if letters.hear(record.offset, event):
+                kept = event if keep is None or record.offset in keep else replace(event, value=None)
+                found[record.offset] = Letter(record.offset, record.timestamp, kept)
+        elif isinstance(event, DeadLetterSettled) and (number := letters.number(event.letter)) in found:
+            found[number].settled = event
     return [
         letter
         for letter in found.values()
@@ -294,10 +299,11 @@ async def _ask_again(
 ) -> str:
     """Writes the request in a record under a new id, which is returned, with a grant of its tenant's."""
     from cli.tenants import grant_for
-    from decisions.dead_letters import asked_again, tenant_of, tier_of
+    from decisions.dead_letters import askable, asked_again, tenant_of, tier_of
     from schemas.ids import request_id
     from schemas.topics import GRANT_HEADER, requests_topic
 
+    askable(record.topic)
     name = tenant or tenant_of(record.key, record.stored or record.event)
     event = record.event
     if record.stored is not None:

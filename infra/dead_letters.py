@@ -7,33 +7,38 @@ from typing import Any
 
 from infra import metrics
 from infra.log import EventProducer, RecordTooLarge
-from schemas.events import RecordDeadLettered
-from schemas.topics import DEAD_LETTERS, GRANT_HEADER
+from infra.redact import is_secret
+from schemas.codec import published
+from schemas.events import RecordDeadLettered, TenantChanged
+from schemas.topics import DEAD_LETTERS, TENANTS
 
 MESSAGE_CHARS_MAX = 2_000
 HEADER_BYTES_MAX = 4_096
 HEADERS_MAX = 32
 KEY_BYTES_MAX = 4_096
 CUT_VALUE_BYTES = 1024 * 1024  # what is kept of a value too large to be wrapped
+_OF_A_TENANT = (bytes.fromhex(published(TenantChanged).fingerprint), b'"TenantChanged"')
 
 
 async def dead_letter(producer: EventProducer, record: Any, reason: str, message: str, process: str) -> None:
     """Write the record to `dead-letters` and return when the broker has it.
 
     `record` is a ConsumerRecord or has its `topic`, `partition`, `offset`, `timestamp`, `key`, `value`, `headers`.
-    The grant is left out. Only a value that would make the record too large is cut, and the message says so.
+    The grant and other headers of secrets are left out, and so is a value that may tell of a tenant, whose salt and keys' hashes few may see. Only
+    a value that would make the record too large is cut. The message says so.
     Raises `NotDelivered` when the broker can't be reached.
     """
+    value, omitted = _value(record)
     event = RecordDeadLettered(
         topic=record.topic,
         partition=record.partition,
         offset=record.offset,
         timestamp_ms=record.timestamp,
         key=None if record.key is None else bytes(record.key)[:KEY_BYTES_MAX],
-        value=record.value,
+        value=value,
         headers=_headers(record.headers),
         reason=reason,
-        message=_text(message),
+        message=_text(message) + omitted,
         process=process,
     )
     try:
@@ -46,9 +51,17 @@ async def dead_letter(producer: EventProducer, record: Any, reason: str, message
 def _headers(headers: Any) -> dict[str, bytes]:
     kept: dict[str, bytes] = {}
     for name, value in list(headers or ())[:HEADERS_MAX]:
-        if name.lower() != GRANT_HEADER:
+        if not is_secret(name):
             kept[_text(name)[:HEADER_BYTES_MAX]] = bytes(value or b"")[:HEADER_BYTES_MAX]
     return kept
+
+
+def _value(record: Any) -> tuple[bytes | None, str]:
+    """What is kept of the value, and what is said of what isn't."""
+    value: bytes | None = record.value
+    if not value or not (record.topic == TENANTS or any(mark in value for mark in _OF_A_TENANT)):
+        return value, ""
+    return None, f" (its value of {len(value)} bytes is left out: it may hold a tenant's secrets)"
 
 
 def _text(text: str) -> str:

@@ -29,7 +29,7 @@ def redact_event(_logger: Any, _method: str, event: MutableMapping[str, Any]) ->
 
 def redact_field(name: str, value: Any, depth: int = 0) -> Any:
     """The value, or the mask if the name says it is secret. Numbers are kept: `from_token=3` is no secret."""
-    if _is_secret(name) and not (value is None or isinstance(value, (bool, int, float))):
+    if is_secret(name) and not (value is None or isinstance(value, (bool, int, float))):
         return MASK
     return redact_value(value, depth)
 
@@ -58,6 +58,7 @@ def redact_text(text: str) -> str:
     return _SHAPES.sub(MASK, text)
 
 
-def _is_secret(name: str) -> bool:
+def is_secret(name: str) -> bool:
+    """Whether what has this name is kept from people."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return words[-1] in _NAMES or "".join(words[-2:]) == "apikey"

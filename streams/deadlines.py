@@ -25,6 +25,7 @@ from infra.reach import until_reached
 from infra.settings import LifecycleSettings
 from infra.telemetry import OpsServer
 from schemas.topics import CONTROL, HOUR_MS, LIFECYCLE, SCHEMAS, TOKENS
+from streams import dead_letters
 from streams.outbox import Outgoing, deliver, reply_to
 from streams.payloads import sweep_regularly
 from streams.writes import Writes
@@ -193,6 +194,8 @@ async def run(settings: LifecycleSettings, stop: asyncio.Event) -> None:
         cleanup.push_async_callback(_cancel, following)
         sweeping = asyncio.ensure_future(sweep_regularly(settings))
         cleanup.push_async_callback(_cancel, sweeping)
+        putting_aside = asyncio.ensure_future(dead_letters.follow(settings, producer, stop))
+        cleanup.push_async_callback(_leave, putting_aside, stop)
         log.info("deadlines are kept")
         done, _ = await asyncio.wait([following, deadlines.words.failed], return_when=asyncio.FIRST_COMPLETED)
         for ended in done:
@@ -222,6 +225,13 @@ async def _follow(
                 await deadlines.commit()
             except KafkaError as error:
                 log.warning("can't commit yet", error=type(error).__name__)
+
+
+async def _leave(task: asyncio.Future[Any], stop: asyncio.Event) -> None:
+    """Let it end by itself where it was told to."""
+    if stop.is_set():
+        await asyncio.wait([task], timeout=LEAVE_WAIT_S)
+    await _cancel(task)
 
 
 async def _cancel(task: asyncio.Future[Any]) -> None:

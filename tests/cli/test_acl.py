@@ -8,6 +8,7 @@ from click.testing import CliRunner
 from cli.acl import ROLES, commands
 from cli.main import cli
 from schemas.errors import HeadraceError
+from streams.dead_letters import GROUP, TOPICS
 
 
 def test_a_direct_producer_reads_its_own_topic_and_nobody_elses() -> None:
@@ -82,9 +83,17 @@ def test_the_front_door_writes_to_the_topic_of_each_tier() -> None:
         assert any(line.endswith(f"--operation Write --operation Describe --topic requests.{tier}") for line in own)
 
 
+def test_lifecycle_reads_all_that_it_puts_records_of_aside() -> None:
+    (role,) = [role for role in ROLES if role.name == "lifecycle"]
+    assert GROUP in role.groups
+    assert "dead-letters" in role.writes
+    for topic in TOPICS:
+        assert any(topic == name or (name.endswith("*") and topic.startswith(name[:-1])) for name in role.reads), topic
+
+
 def test_front_doors_alone_tell_that_they_are_there_and_admission_reads_it() -> None:
     assert {role.name for role in ROLES if "doors" in role.writes} == {"bridge"}
-    assert {role.name for role in ROLES if "doors" in role.reads} == {"admission"}
+    assert {role.name for role in ROLES if "doors" in role.reads} == {"admission", "lifecycle"}
 
 
 def test_the_front_door_reads_which_workers_are_ready_and_workers_alone_tell() -> None:

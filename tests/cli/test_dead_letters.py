@@ -7,7 +7,8 @@ import json
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from click.testing import CliRunner, Result
 
 from cli.context import run_async
 from cli.main import cli
+from decisions.dead_letters import BELONGING
 from infra.dead_letters import dead_letter
 from infra.grants import read as read_grant
 from infra.log import EventDecoder, EventProducer
@@ -28,7 +30,7 @@ from schemas.errors import HeadraceError
 from schemas.events import InferenceRequested, InferenceScheduled, Message, PayloadStored, Reply, Sampling
 from schemas.ids import request_id
 from schemas.payloads import Stored, key_of
-from schemas.topics import GRANT_HEADER, TOKENS, requests_topic
+from schemas.topics import GRANT_HEADER, TENANTS, TOKENS, requests_topic
 
 pytestmark = pytest.mark.kafka
 Run = Callable[..., Result]
@@ -42,7 +44,7 @@ class Raw:
     value: bytes | None
     key: bytes | None = None
     partition: int = 2
-    offset: int = 7
+    offset: int = field(default_factory=count(7).__next__)
     timestamp: int = 1_800_000_000_000
     headers: tuple[tuple[str, bytes], ...] = (("grant", b"very secret"), ("traceparent", b"00-1-2-03"))
 
@@ -97,7 +99,8 @@ def listed(run: Run, topic: str, *more: str) -> list[dict[str, Any]]:
 def test_letters_are_listed_and_shown_without_their_grant(run: Run, kafka: KafkaSettings, topic: str) -> None:
     put_aside(kafka, Raw(topic, scheduled("acme"), b"k"), Raw(topic, b"\xff\x00"))
     event, junk = listed(run, topic)
-    assert (event["state"], event["partition"], event["offset"], event["key"]) == ("open", 2, 7, "k")
+    assert (event["state"], event["partition"], event["key"]) == ("open", 2, "k")
+    assert junk["offset"] == event["offset"] + 1
     assert (event["reason"], event["process"]) == ("internal_error", "admission")
     assert topic in run("dead-letters", "list", "--topic", topic).stdout
     assert not listed(run, topic, "--reason", "poisoned")
@@ -121,6 +124,41 @@ def test_dropped_letters_are_no_longer_open(run: Run, kafka: KafkaSettings, topi
     run("dead-letters", "drop", "--all", "--topic", topic)
     assert not listed(run, topic)
     assert "No dead letters" in run("dead-letters", "drop", "--all", "--topic", topic).stdout
+
+
+def test_a_record_that_was_put_aside_twice_is_one_letter(run: Run, kafka: KafkaSettings, topic: str) -> None:
+    """Whoever did it crashed before it had committed the record."""
+    first = Raw(topic, b"junk")
+    put_aside(kafka, first, replace(first), Raw(topic, b"junk too"))
+    one, other = listed(run, topic)
+    assert (one["offset"], other["offset"]) == (first.offset, first.offset + 1)
+    assert other["id"] >= one["id"] + 2
+    run("dead-letters", "drop", str(one["id"]))
+    put_aside(kafka, replace(first))
+    assert [letter["id"] for letter in listed(run, topic)] == [other["id"]], "what is dropped stays dropped"
+    run("dead-letters", "show", str(one["id"] + 1), fails="no dead letter")
+
+
+def test_a_letter_of_another_topic_is_shown_and_dropped_and_not_written_again(run: Run, kafka: KafkaSettings) -> None:
+    """Not even where it holds what elsewhere would be asked again."""
+    records = [Raw(topic, scheduled("acme"), b"k") for topic in BELONGING]
+    put_aside(kafka, *records)
+    for record in records:
+        (mine,) = [letter for letter in listed(run, record.topic) if letter["offset"] == record.offset]
+        number = str(mine["id"])
+        assert record.topic in run("dead-letters", "show", number).stdout
+        refused = run("dead-letters", "retry", number, "--json", status=1)
+        assert "drop the letter" in json.loads(refused.stdout)["error"]
+        run("dead-letters", "drop", number)
+        assert mine["id"] not in [letter["id"] for letter in listed(run, record.topic)]
+
+
+def test_a_letter_whose_value_is_left_out_says_so(run: Run, kafka: KafkaSettings) -> None:
+    put_aside(kafka, junk := Raw(TENANTS, b"a salt", b"acme"))
+    (mine,) = [letter for letter in listed(run, TENANTS) if letter["offset"] == junk.offset]
+    shown = run("dead-letters", "show", str(mine["id"])).stdout
+    assert "may hold a tenant's secrets" in " ".join(shown.split())
+    assert "a salt" not in shown + run("dead-letters", "show", str(mine["id"]), "--json").stdout
 
 
 @pytest.mark.parametrize("arguments", [(), ("7", "--all"), ("7", "--topic", "x")])

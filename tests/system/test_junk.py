@@ -20,7 +20,7 @@ from infra.settings import KafkaSettings
 from schemas.codec import encode
 from schemas.events import InferenceCancelled, InferenceRequested, Message, RecordDeadLettered, WorkerReported
 from schemas.ids import request_id
-from schemas.topics import TIERS, ledger_topic
+from schemas.topics import TIERS, idempotency_topic, ledger_topic
 from tests.system.audit import Audit, Mark
 from tests.system.callers import Load
 from tests.system.fixtures_models import BUSY
@@ -45,7 +45,7 @@ JUNK: tuple[bytes | None, ...] = (
 )
 COMPACTED = ("workers", "tenants", "schemas", *(ledger_topic(tier) for tier in TIERS))
 PASSED_OVER = ("workers", "doors", "tenants", "registry", "control")
-"""Read into memory by many processes: each passes junk over and counts it."""
+"""Read into memory by many processes: each passes junk over and counts it, and `lifecycle` puts it aside."""
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,11 @@ def test_on_the_topics_of_work_and_tokens(stack: RunningStack, grant: Path, head
 def test_on_the_topics_that_are_read_into_memory(
     stack: RunningStack, grant: Path, headers: list[tuple[str, bytes]]
 ) -> None:
-    topics = [*PASSED_OVER, "lifecycle", "answers", "schemas", "dead-letters"]
-    stack.thread.run(send_junk(stack.kafka, topics, headers))
+    mark = Mark(stack, "dead-letters")
+    tiers = [name for tier in TIERS for name in (ledger_topic(tier), idempotency_topic(tier))]
+    topics = [*PASSED_OVER, "lifecycle", "answers", "schemas", *tiers]
+    sent = stack.thread.run(send_junk(stack.kafka, topics, headers))
+    stack.thread.run(send_junk(stack.kafka, ["dead-letters"], headers))
     served(stack, grant)
     for name, topic in (
         ("admission-interactive", "tenants"),
@@ -207,6 +210,29 @@ def test_on_the_topics_that_are_read_into_memory(
         ("worker", "control"),
     ):
         await_passed_over(stack, name, topic)
+    found = stack.until(lambda: (letters := dead_letters(mark)).keys() >= set(sent) and letters)
+    assert {letter.process for letter in found.values()} == {"lifecycle"}
+    assert all("grant" not in letter.headers for letter in found.values())
+    assert not [letter for letter in found if letter.topic == "dead-letters"]
+    assert set(times_put_aside(mark).values()) == {1}
+
+
+def test_letters_of_these_topics_are_listed_shown_and_dropped(
+    stack: RunningStack, headers: list[tuple[str, bytes]]
+) -> None:
+    mark = Mark(stack, "dead-letters")
+    (place,) = stack.thread.run(send(stack.kafka, [("doors", None, b"d", b"\xff\x07")], headers))
+    stack.until(lambda: place in dead_letters(mark))
+
+    def listed() -> dict[int, str]:
+        lines = stack.command("dead-letters", "list", "--topic", "doors", "--json").stdout.splitlines()
+        return {found["offset"]: str(found["id"]) for found in map(json.loads, lines)}
+
+    number = listed()[place.offset]
+    assert "put aside by lifecycle" in stack.command("dead-letters", "show", number).stdout
+    assert "tells again by itself" in stack.command("dead-letters", "retry", number, check=False).stdout
+    stack.command("dead-letters", "drop", number)
+    assert place.offset not in listed()
 
 
 def test_good_events_on_the_wrong_topic(stack: RunningStack, grant: Path, headers: list[tuple[str, bytes]]) -> None:
@@ -218,11 +244,9 @@ def test_good_events_on_the_wrong_topic(stack: RunningStack, grant: Path, header
         *((topic, None, b"acme", report) for topic in ("requests.interactive", "requests.batch", "tokens")),
         *((topic, None, b"acme", cancel) for topic in ("tokens.acme", f"work.{MODEL}.1.interactive")),
     ]
-    passed_over: list[Record] = [
-        (topic, None, b"w", GOOD) for topic in (*PASSED_OVER, "schemas", "lifecycle", "answers", "dead-letters")
-    ]
+    put_aside += [(topic, None, b"w", GOOD) for topic in (*PASSED_OVER, "schemas", "lifecycle", "answers")]
     sent = stack.thread.run(send(stack.kafka, put_aside, headers))
-    stack.thread.run(send(stack.kafka, passed_over, headers))
+    stack.thread.run(send(stack.kafka, [("dead-letters", None, b"w", GOOD)], headers))
     served(stack, grant)
     stack.until(lambda: dead_letters(mark).keys() >= set(sent))
 
