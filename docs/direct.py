@@ -114,6 +114,8 @@ async def ask(grant: dict, model: str, question: str, key: str = "") -> None:
             if event["type"] == "TokensGenerated" and attempt == owner and event["first"] == count:
                 count += len(event["token_ids"])
                 print(event["text"], end="", flush=True)
+            if event["type"] == "InferenceRejected" and owner != (0, 0):
+                continue  # whoever refused it didn't know that another admission had let it in
             if event["type"] in ("InferenceCompleted", "InferenceFailed", "InferenceRejected"):
                 held_back = "".join(choice["text"] for choice in event.get("choices", ()))  # for a possible stop string
                 print(f"{held_back}\n[{event['type']}, {request_id}] {event.get('message', '')}")
