@@ -18,6 +18,7 @@ import orjson
 from bench.direct import Direct, direct
 from bench.load import Client, now_s
 from bench.rows import Row, conditions, quantile_rows, show, tell_worst
+from bench.scripted import CONTEXT, MODEL, body, opened
 from bench.stack import private_stack
 from bridge.calls import new_request_id
 from cli.context import console
@@ -30,7 +31,6 @@ from workers.engines.port import EngineConfig, EngineRequest
 from workers.engines.scripted import ScriptedEngine
 
 PEER = "a task cancelled in the caller"
-MODEL, CONTEXT = "scripted", 8192
 LONG: dict[str, object] = {"tokens": ["x"], "repeat": 6_000, "token_ms": 20}
 NEXT: dict[str, object] = {"tokens": ["y"]}
 CALLS, QUICK_CALLS, WARM_UP_CALLS = 100, 5, 5
@@ -74,15 +74,10 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
     return 0
 
 
-def _body(script: dict[str, object]) -> bytes:
-    prompt = orjson.dumps(script).decode()
-    return orjson.dumps({"model": MODEL, "stream": True, "prompt": prompt, "max_tokens": CONTEXT - len(prompt)})
-
-
 def _once(client: Client, running: Running) -> Once:
     async def once() -> float:
         async with running() as cancel:
-            following = asyncio.create_task(client.call(_body(NEXT)))
+            following = asyncio.create_task(client.call(body(NEXT)))
             await asyncio.sleep(QUEUED_S)
             cancelled_s = now_s()
             await cancel()
@@ -100,12 +95,7 @@ def _over_http(stack: Stack, *, closes: bool) -> Running:
     @asynccontextmanager
     async def running() -> AsyncIterator[Cancel]:
         async with aiohttp.ClientSession(headers=headers) as session:
-            answer = await session.post(f"{stack.url}/v1/completions", data=_body(LONG))
-            while b'"text":"x' not in (line := await answer.content.readline()):
-                if not line:
-                    raise HeadraceError(
-                        Reason.UNAVAILABLE, f"a call ended with {answer.status} before it was cancelled"
-                    )
+            answer = await opened(session, stack.url, LONG)
 
             async def cancel() -> None:
                 if closes:
@@ -129,7 +119,7 @@ def _on_a_socket(stack: Stack) -> Running:
             aiohttp.ClientSession(headers=headers) as session,
             session.ws_connect(f"{stack.url}/v1/stream") as socket,
         ):
-            asked = {"type": "request", "id": "1", "endpoint": "completions", "body": orjson.loads(_body(LONG))}
+            asked = {"type": "request", "id": "1", "endpoint": "completions", "body": orjson.loads(body(LONG))}
             await socket.send_json(asked)
             while (message := await socket.receive_json())["type"] != "chunk":
                 if message["type"] == "error":
@@ -143,7 +133,7 @@ def _on_a_socket(stack: Stack) -> Running:
 def _by_record(producer: Direct) -> Running:
     @asynccontextmanager
     async def running() -> AsyncIterator[Cancel]:
-        asked = orjson.loads(_body(LONG))
+        asked = orjson.loads(body(LONG))
         sampling = Sampling(max_tokens=asked["max_tokens"])
         request = InferenceRequested(new_request_id(), MODEL, prompt=asked["prompt"], sampling=sampling)
         await producer.send(request)

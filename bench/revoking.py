@@ -17,6 +17,7 @@ import orjson
 
 from bench.direct import Direct, direct
 from bench.rows import Row, conditions, quantile_rows, show, tell_worst
+from bench.scripted import CONTEXT, MODEL, opened, read_to_end
 from bench.stack import private_stack
 from bridge.calls import new_request_id
 from cli.registry import DEFAULT_TIERS, add_key, new_key, new_tenant, now_ms, read_tenant, revoke_key, write_tenant
@@ -30,7 +31,7 @@ from schemas.reasons import Reason
 from schemas.topics import TENANTS
 
 PEER = "a consumer of tenants"
-MODEL, CONTEXT, TENANT = "scripted", 8192, "leaver"
+TENANT = "leaver"
 LONG: dict[str, object] = {"tokens": ["x"], "repeat": 6_000, "token_ms": 200}
 SHORT: dict[str, object] = {"tokens": ["y"]}
 ROUNDS, QUICK_ROUNDS, WARM_UP_ROUNDS = 30, 3, 2
@@ -74,11 +75,11 @@ async def _round(stack: Stack) -> dict[str, float]:
         _revoked_heard(stack, kept.key_id) as heard,
     ):
         await _until_status(session, stack, 200)
-        answer = await session.post(f"{stack.url}/v1/completions", data=_body(LONG))
+        answer = await opened(session, stack.url, LONG)
         socket = await session.ws_connect(f"{stack.url}/v1/stream")
         ways: dict[str, Watch] = {
             "new call": lambda: _until_status(session, stack, 401),
-            "open stream": lambda: _read_to_end(answer),
+            "open stream": lambda: read_to_end(answer),
             "open socket": lambda: _closed(socket),
             "direct record": lambda: _refused(producer),
         }
@@ -88,11 +89,6 @@ async def _round(stack: Stack) -> dict[str, float]:
         took = {way: await task - told_ms for way, task in ended.items()}
         answer.close()
     return {PEER: heard_ms - told_ms, **took}
-
-
-def _body(script: dict[str, object]) -> bytes:
-    prompt = orjson.dumps(script).decode()
-    return orjson.dumps({"model": MODEL, "stream": True, "prompt": prompt, "max_tokens": CONTEXT - len(prompt)})
 
 
 async def _timed(watch: Watch) -> float:
@@ -112,13 +108,6 @@ async def _until_status(session: aiohttp.ClientSession, stack: Stack, status: in
                 if answer.status == status:
                     return
             await asyncio.sleep(ASKED_EVERY_S)
-
-
-async def _read_to_end(answer: aiohttp.ClientResponse) -> None:
-    if answer.status != 200:
-        raise HeadraceError(Reason.UNAVAILABLE, f"a stream wasn't opened: {answer.status}")
-    while await answer.content.readline():
-        pass
 
 
 async def _closed(socket: aiohttp.ClientWebSocketResponse) -> None:

@@ -63,6 +63,14 @@ def tell_worst(rows: Sequence[Row], aim_ms: float) -> None:
     console(stderr=True).print(f"aim: p99 within {aim_ms:.0f} ms: {verdict} ({worst_ms:.1f} ms)")
 
 
+def tell_aim(told: Row, aim: float) -> None:
+    """Says on standard error whether our figure of a row is within an aim, and what the peer's is."""
+    verdict = "met" if told.ours <= aim else "missed"
+    console(stderr=True).print(
+        f"aim: {told.metric} within {aim:g} {told.unit}: {verdict} ({told.ours:.2f}; {told.peer}: {told.theirs:.2f})"
+    )
+
+
 def show(rows: Sequence[Row], *, as_json: bool, title: str) -> None:
     """Prints the rows on standard output: as JSON one list and nothing else."""
     if as_json:

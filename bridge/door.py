@@ -151,7 +151,7 @@ class FrontDoor:
             if error.reason is not Reason.NOT_FOUND:
                 raise
             tiers = [tier for tier in (INTERACTIVE, BATCH) if tier in caller.tiers]
-            place = await self.resumes.undecided(caller.tenant, request_id, tiers, self.auth.reply_of)
+            place = await self.resumes.undecided(caller.tenant, request_id, tiers)
             if place is None:
                 raise
             return place

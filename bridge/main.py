@@ -164,8 +164,8 @@ async def _open_door(settings: BridgeSettings, stack: AsyncExitStack) -> tuple[F
     reading = await dispatcher.start()
     stack.push_async_callback(dispatcher.stop)
     secret = settings.grant_secret or read_grant_secret(settings.data_dir)
-    resumes = Resumes(settings, dispatcher, decoder, EventIds(secret))
+    auth = Authenticator(tenants, secret, Reply(TOKENS, partition), settings.grant_ttl_ms)
+    resumes = Resumes(settings, dispatcher, decoder, EventIds(secret), auth.reply_of)
     Joins(dispatcher, resumes)
     stack.push_async_callback(resumes.stop)
-    auth = Authenticator(tenants, secret, Reply(TOKENS, partition), settings.grant_ttl_ms)
     return FrontDoor(settings, auth, models, workers, producer, dispatcher, resumes), reading

@@ -25,6 +25,7 @@ from schemas.events import (
     Reply,
 )
 from schemas.ids import unix_ms
+from schemas.payloads import outline_of
 from schemas.reasons import Reason
 from schemas.topics import ANSWERS, HOUR_MS, LIFECYCLE, MINUTE_MS, requests_topic
 
@@ -77,12 +78,19 @@ async def verdict(
     return cast(InferenceAdmitted | InferenceJoined | InferenceRejected, found[1]) if found is not None else None
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request as its own record tells of it: where its answer goes, for which model it is, and when it was written."""
+
+    reply: Reply
+    model: str
+    asked_ms: int
+
+
 async def asked(
     consumer: AIOKafkaConsumer, decoder: EventDecoder, request_id: str, tenant: str, tier: str, reply_of: ReplyOf
-) -> Reply | None:
-    """Where the answer goes to what a tenant asked on a tier under this id, by its own record; None if there is none. Raises HeadraceError
-    (unavailable).
-    """
+) -> Asked | None:
+    """What a tenant asked on a tier under this id; None if there is no such record. Raises HeadraceError (unavailable)."""
     search = _Search(requests_topic(tier), tenant, request_id, tenant, ADMITTED_WITHIN_MS, follows=False)
     kinds = (InferenceRequested, PayloadStored)
 
@@ -90,7 +98,11 @@ async def asked(
         return isinstance(event, kinds) and reply_of(tenant, record.headers) is not None
 
     found = await _find(consumer, decoder, search, wanted)
-    return reply_of(tenant, found[0].headers) if found is not None else None
+    if found is None or (reply := reply_of(tenant, found[0].headers)) is None:
+        return None
+    record, event = found
+    request = outline_of(event) if isinstance(event, PayloadStored) else event
+    return Asked(reply, request.model if isinstance(request, InferenceRequested) else "", record.timestamp)
 
 
 async def answer(

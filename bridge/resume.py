@@ -25,7 +25,7 @@ from bridge.openai_chat import ChatRendering
 from bridge.openai_completions import CompletionRendering
 from bridge.readers import Gone, Readers
 from bridge.rendering import Rendering
-from bridge.replay import SKEW_MS, ReplyOf, answer, asked, offset_at, verdict
+from bridge.replay import SKEW_MS, Asked, ReplyOf, answer, asked, offset_at, verdict
 from bridge.streams import Dispatcher
 from decisions.resume import rest
 from infra.log import EventDecoder
@@ -34,7 +34,7 @@ from schemas.errors import HeadraceError
 from schemas.events import InferenceAdmitted, InferenceAnswered, InferenceJoined, InferenceRejected, Reply
 from schemas.ids import unix_ms
 from schemas.reasons import Reason
-from schemas.topics import HOUR_MS, INTERACTIVE
+from schemas.topics import BATCH, HOUR_MS, INTERACTIVE
 
 READERS_MAX = 16
 """Searches for a request in `lifecycle` and `answers` at once; others wait their turn. Whoever comes back with an event's id needs none."""
@@ -60,11 +60,12 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A request that goes on: its id, its tier, and where its stream is."""
+    """A request that goes on: its id, its tier, and where its stream is. `asked` is its own record, if that is all there is of it."""
 
     request_id: str
     tier: str
     reply: Reply
+    asked: Asked | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -84,11 +85,14 @@ class Resumed:
 class Resumes:
     """Opens resumed streams, and names the events of all."""
 
-    def __init__(self, settings: BridgeSettings, own: Dispatcher, decoder: EventDecoder, ids: EventIds) -> None:
-        """`own` reads this bridge's partition."""
+    def __init__(
+        self, settings: BridgeSettings, own: Dispatcher, decoder: EventDecoder, ids: EventIds, reply_of: ReplyOf
+    ) -> None:
+        """`own` reads this bridge's partition, `reply_of` the grant of a record."""
         self._settings = settings
         self._decoder = decoder
         self._ids = ids
+        self._reply_of = reply_of
         self._followers = Followers(settings.kafka, own, decoder)
         self._readers = Readers(settings.kafka, READERS_MAX)
         self.catching_up = CatchingUp(settings.kafka, decoder)
@@ -216,16 +220,16 @@ class Resumes:
             return None
         return Place(found.request_id, found.tier, found.reply)
 
-    async def undecided(self, tenant: str, request_id: str, tiers: Iterable[str], reply_of: ReplyOf) -> Place | None:
+    async def undecided(self, tenant: str, request_id: str, tiers: Iterable[str]) -> Place | None:
         """Where a tenant's request will be that admission hasn't decided: it waits for its turn, or isn't even read. None if none of these
-        tiers was asked under the id. `reply_of` reads the grant of a record. Raises HeadraceError: overloaded, unavailable.
+        tiers was asked under the id. Raises HeadraceError: overloaded, unavailable.
         """
         try:
             async with asyncio.timeout(OPEN_MAX_S), self._readers.lend() as consumer:
                 for tier in tiers:
-                    reply = await asked(consumer, self._decoder, request_id, tenant, tier, reply_of)
-                    if reply is not None:
-                        return Place(request_id, tier, reply)
+                    found = await asked(consumer, self._decoder, request_id, tenant, tier, self._reply_of)
+                    if found is not None:
+                        return Place(request_id, tier, found.reply, found)
         except (TimeoutError, KafkaError, OSError) as error:
             _log.warning("a request can't be looked up", request_id=request_id, error=repr(error))
             raise unreachable() from None
@@ -238,13 +242,28 @@ class Resumes:
             raise HeadraceError(Reason.NOT_FOUND, "there is no such stream")
         return found
 
+    async def _verdict_or_record(
+        self, tenant: str, request_id: str
+    ) -> InferenceAdmitted | InferenceJoined | InferenceRejected | Asked:
+        try:
+            return await self._verdict(tenant, request_id)
+        except HeadraceError as error:
+            if error.reason is not Reason.NOT_FOUND:
+                raise
+            waits = await self.undecided(tenant, request_id, (INTERACTIVE, BATCH))
+            if waits is None or waits.asked is None:
+                raise
+            return waits.asked
+
     async def _from_start(self, tenant: str, wish: Wish, leg: Leg) -> tuple[Shape, TopicPartition, int]:
         """Stand at a request's beginning, which is returned: the shape, and the offset from which on its partition is read."""
-        found = await self._verdict(tenant, wish.request_id)
+        found = await self._verdict_or_record(tenant, wish.request_id)
         if isinstance(found, InferenceRejected):
             raise rejection(replace(found, rates=None))  # what was left then is old news
         if isinstance(found, InferenceJoined):
             leg.request_id, reply, asked_ms = found.first_request_id, found.first_reply, found.first_requested_ms
+        elif isinstance(found, Asked):
+            reply, asked_ms = found.reply, found.asked_ms
         else:
             reply, asked_ms = found.reply, found.requested_ms
         shape = Shape(wish.completions, wish.include_usage, found.model)

@@ -11,7 +11,7 @@ of months: each holds a tenant as of an offset, and of several rows that of the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
@@ -228,7 +228,9 @@ class Accounts:
             tenant.counters.update(_closed(tenant.counters, hold, stray.used))
             self.queues.remove(served_by, event.tenant, event.request_id)
         else:
-            tenant.open[event.request_id] = Open(hold, _last_ms(event), event.reply, served_by, door=event.door)
+            tenant.open[event.request_id] = Open(
+                hold, _last_ms(event), event.reply, served_by, door=event.door, key_id=event.key_id
+            )
             self.queues.add(served_by, event.tenant, event.request_id)
 
     def _rejected(self, offset: int, event: InferenceRejected) -> None:
@@ -318,6 +320,10 @@ class Accounts:
         """What of a tenant's is open, as far as it is told."""
         known = self._tenants.get(tenant)
         return known.open if known is not None else {}
+
+    def all_opened(self) -> Iterator[tuple[str, Mapping[str, Open]]]:
+        """The same of every tenant that has something open."""
+        return ((name, tenant.open) for name, tenant in self._tenants.items() if tenant.open)
 
     def open_requests(self, tenant: str, pool: str) -> int:
         """How many of a tenant's requests in a pool are let in and haven't ended."""

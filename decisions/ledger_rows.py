@@ -14,7 +14,7 @@ from schemas.quick import quick
 @dataclass(frozen=True, slots=True)
 class Open:
     """`last_ms`: when it must have ended, its time limit after its deadline. `reply`: where its stream is. `pool`: what serves it. `door`: see
-    `decisions.presence`.
+    `decisions.presence`. `key_id`: that of the key it was asked with.
     """
 
     hold: Hold
@@ -23,6 +23,7 @@ class Open:
     pool: str = ""
     begun: bool = False
     door: str = ""
+    key_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def counter_of(saved: SavedCounter) -> Counter:
 def open_of(saved: SavedHold) -> Open:
     """An open request as it was."""
     hold = Hold(saved.charged_ms, Cost(saved.tokens, saved.requests, saved.running), saved.scopes)
-    return Open(hold, saved.last_ms, saved.reply, saved.pool, saved.begun, saved.door)
+    return Open(hold, saved.last_ms, saved.reply, saved.pool, saved.begun, saved.door, saved.key_id)
 
 
 def saved_counter(scope: str, counter: Counter) -> SavedCounter:
@@ -106,4 +107,5 @@ def _hold(named: tuple[str, Open]) -> SavedHold:
         opened.pool,
         opened.begun,
         opened.door,
+        opened.key_id,
     )

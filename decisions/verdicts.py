@@ -27,6 +27,7 @@ MESSAGE_CHARS_MAX = 1_000
 CANCEL = "cancel"
 """The source of the ending that a cancel is."""
 YIELDED_TEXT = "Its front door is gone, and its tenant's next call took its slot."
+REVOKED_TEXT = "Its API key is revoked."
 
 
 def scheduled(case: Case) -> InferenceScheduled:
@@ -135,6 +136,11 @@ def cancelled(event: InferenceCancelled, grant: Grant, tier: str) -> tuple[Infer
 def yielded(request_id: str, tenant: str, tier: str) -> tuple[InferenceFailed, InferenceCancelled]:
     """The same of a request that nobody watches any more, and whose slot another of its tenant needs."""
     return _ended(request_id, tenant, tier, YIELDED_TEXT)
+
+
+def revoked(request_id: str, tenant: str, tier: str) -> tuple[InferenceFailed, InferenceCancelled]:
+    """The same of a request whose key was revoked after it was let in."""
+    return _ended(request_id, tenant, tier, REVOKED_TEXT)
 
 
 def _ended(request_id: str, tenant: str, tier: str, message: str) -> tuple[InferenceFailed, InferenceCancelled]:

@@ -284,7 +284,8 @@ class SavedCounter:
 class SavedHold:
     """What an open request holds: charged at that time, in these scopes. It must have ended at `last_ms`; its stream is at `reply`.
 
-    `pool` is the model version that serves it, as `model version`; `begun` says whether a worker has begun it. `door` is that of its request.
+    `pool` is the model version that serves it, as `model version`; `begun` says whether a worker has begun it. `door` is that of its request,
+    `key_id` the key it was asked with.
     """
 
     request_id: str
@@ -298,3 +299,4 @@ class SavedHold:
     pool: str = ""
     begun: bool = False
     door: str = ""
+    key_id: str = ""

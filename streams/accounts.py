@@ -12,7 +12,7 @@ import contextlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
 
 from decisions.accounts import Accounts
-from decisions.ledger_rows import Row
+from decisions.ledger_rows import Open, Row
 from decisions.verdicts import CANCEL
 from infra.kafka import Batching, make_consumer, stop_consumer
 from infra.log import EventDecoder, EventProducer
@@ -188,6 +188,13 @@ class Ledgers:
         """The same without waiting: what is known of it by now."""
         held = self._held.get(partition)
         return held.accounts if held is not None else None
+
+    def opened(self) -> Iterator[tuple[str, Mapping[str, Open]]]:
+        """By tenant, what is open of those whose partitions are surely ours and read."""
+        if self._lease is None or self._lease.holds:
+            for held in self._held.values():
+                if held.ours and held.ready.is_set():
+                    yield from held.accounts.all_opened()
 
     def wrote(self, value: bytes, event: Event) -> None:
         """An event that this process writes to `lifecycle`: it will read these bytes there, and needn't decode them."""

@@ -78,6 +78,7 @@ from streams.lease import Lease
 from streams.outbox import Outgoing, Together, deliver, reply_to
 from streams.parking import Parking
 from streams.presence import Slots
+from streams.revocation import Revocations
 from streams.tokenizers import Tokenizers
 from streams.turnstile import Turnstile, Unwanted
 from streams.world import LiveWorld
@@ -663,8 +664,10 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
         cleanup.callback(turnstile.close)
         await shell.start()
         log.info("admission runs", tier=settings.tier)
+        revoking = asyncio.create_task(Revocations(world, ledgers, producer, settings.tier).run(), name="revocations")
+        cleanup.callback(revoking.cancel)
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
-        watched: list[asyncio.Future[Any]] = [shell.failed, *ledgers.tasks]
+        watched: list[asyncio.Future[Any]] = [shell.failed, revoking, *ledgers.tasks]
         done, _ = await asyncio.wait([stopping, *watched], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         for ended in done - {stopping}:

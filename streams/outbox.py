@@ -10,8 +10,9 @@ import structlog
 from aiokafka.structs import RecordMetadata
 
 from infra.log import EventProducer, Headers, NotDelivered
-from schemas.events import Event, Reply
+from schemas.events import Event, InferenceCancelled, InferenceFailed, Reply
 from schemas.quick import quick
+from schemas.topics import CONTROL
 
 ATTEMPTS_MAX = 5
 BACKOFF_S = 0.2
@@ -50,6 +51,12 @@ class Together:
 def reply_to(reply: Reply, event: Event, request_id: str) -> Outgoing:
     """A record for the caller's own partition, in the encoding that the grant names."""
     return Outgoing(reply.topic, event, request_id, reply.partition, reply.encoding)
+
+
+def cut_short(reply: Reply | None, ending: InferenceFailed, word: InferenceCancelled) -> list[Outgoing]:
+    """What ends an open request from outside: its ending where its stream is, if that is known, and the word to all workers."""
+    told = [] if reply is None else [reply_to(reply, ending, ending.request_id)]
+    return [*told, Outgoing(CONTROL, word, word.request_id)]
 
 
 async def deliver(

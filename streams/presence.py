@@ -26,9 +26,9 @@ from infra.log import EventProducer, NoSuchPartition, RecordTooLarge
 from infra.settings import KafkaSettings
 from infra.views import View
 from schemas.events import Event, FrontDoorSeen
-from schemas.topics import CONTROL, DOORS
+from schemas.topics import DOORS
 from streams.accounts import Ledgers
-from streams.outbox import Outgoing, deliver, reply_to
+from streams.outbox import Outgoing, cut_short, deliver
 
 if TYPE_CHECKING:
     from streams.world import LiveWorld
@@ -115,15 +115,14 @@ class Slots:
 
     async def _end(self, case: Case, orphans: dict[str, Open], asking: Asking) -> None:
         """Cancels what nobody watches; its ending is told by `endings`, as any."""
-        records, tenant = [], case.grant.tenant
+        records: list[Outgoing] = []
+        tenant = case.grant.tenant
         for request_id, one in orphans.items():
             asking.ended.append((tenant, request_id))
             self._ending.add((tenant, request_id))
             metrics.SLOTS_TAKEN_OVER.labels(case.tier).inc()
             log.info("a slot is taken over", request_id=request_id, door=one.door, by=case.request.request_id)
             ending, word = verdicts.yielded(request_id, tenant, case.tier)
-            if one.reply is not None:
-                records.append(reply_to(one.reply, ending, request_id))
-            records.append(Outgoing(CONTROL, word, request_id))
+            records += cut_short(one.reply, ending, word)
         with contextlib.suppress(NoSuchPartition, RecordTooLarge):
             await deliver(self._producer, records)

@@ -21,6 +21,7 @@ from decisions import turnstile as turns
 from decisions.accounts import Accounts
 from decisions.cases import Case, Refusal
 from decisions.queues import pool_name
+from decisions.revocation import good_keys
 from infra import metrics
 from schemas.events import ModelVersionRegistered, Position, Reply, TenantChanged
 from schemas.reasons import Reason
@@ -311,7 +312,7 @@ class Turnstile:
         before, self._tenants = self._tenants, {tenant: self._world.tenant(tenant) for tenant in waiting}
         for tenant, seen in self._tenants.items():
             if tenant not in before or before[tenant] is not seen:
-                keys = _good_keys(seen)
+                keys = good_keys(seen)
                 for held in [held for held in self._by_id.values() if held.case.grant.tenant == tenant]:
                     if held.case.grant.key_id not in keys and not held.turn.done():
                         self._count((held.case.routed.model, held.case.routed.version), tenant)
@@ -385,13 +386,6 @@ class Turnstile:
         self._closed = True
         for held in list(self._by_id.values()):
             held.end(False)
-
-
-def _good_keys(tenant: TenantChanged | None) -> set[str]:
-    """The keys that a tenant's requests may carry now."""
-    if tenant is None or tenant.disabled:
-        return set()
-    return {key.key_id for key in tenant.keys if key.revoked_ms is None}
 
 
 class Unwanted(Exception):  # no error: its caller took it back

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import orjson
 import pytest
 
 from bench import cancelling
@@ -10,9 +9,3 @@ async def test_the_peers_next_begins_once_the_first_is_cancelled(monkeypatch: py
     """The first would go on for minutes: that there is a figure at all says that it gave up its slot."""
     monkeypatch.setattr(cancelling, "QUEUED_S", 0.0)
     assert await cancelling._in_process() >= 0
-
-
-def test_what_is_cancelled_may_be_as_long_as_the_context_takes() -> None:
-    asked = orjson.loads(cancelling._body(cancelling.LONG))
-    assert asked["stream"] is True
-    assert len(asked["prompt"]) + asked["max_tokens"] == cancelling.CONTEXT

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from bench import fairness
-from bench.fairness import SCRIPT, SLOTS, _measure, _Queue
+from bench.fairness import AIM_RATIO, PEER, QUANTILES, SCRIPT, SLOTS, _measure, _Queue, _rows
+from bench.rows import tell_aim
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 
@@ -73,3 +74,15 @@ async def test_a_call_of_the_quiet_tenant_that_fails_ends_the_run(short: None) -
 
     with pytest.raises(HeadraceError, match="503"):
         await _measure(quiet, 2, flood)
+
+
+def test_the_last_row_says_by_how_much_a_flood_makes_the_p95_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    *measured, last = _rows(([100.0] * 10, [140.0] * 10), ([100.0] * 10, [400.0] * 10))
+
+    assert len(measured) == 2 * len(QUANTILES)
+    assert (last.metric, last.unit, last.peer) == ("ttft_p95_flooded_to_quiet", "times", PEER)
+    assert (last.ours, last.theirs, last.ratio) == (1.4, 4.0, 0.35)
+    tell_aim(last, AIM_RATIO)
+    assert "aim: ttft_p95_flooded_to_quiet within 1.5 times: met (1.40;" in capsys.readouterr().err
+    tell_aim(last, 1.3)
+    assert "missed" in capsys.readouterr().err

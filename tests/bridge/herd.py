@@ -125,7 +125,7 @@ async def resuming(
     decoder = EventDecoder(kafka, payloads)
     own = Dispatcher(kafka, OWN, decoder)
     await own.start()
-    resumes = Resumes(settings, own, decoder, IDS)
+    resumes = Resumes(settings, own, decoder, IDS, lambda *_: None)
     try:
         yield resumes
     finally:

@@ -2,7 +2,7 @@
 
 The last user message (or the prompt) may be a JSON object: `tokens` (texts of the tokens), `tail` (text held back to the end),
 `reject` / `fail` (a reason), `fail_after` (tokens before the failure), `gap_ms` (between tokens), `first_ms` (before the start), `hang`
-(never end), `unadmitted` (never begin), `repeat`, `zombie` (send tokens of an old attempt too), `takeover_after` (tokens before another worker goes on), `rates` (what the
+(never end), `unadmitted` (never begin), `turn_ms` (before admission decides), `repeat`, `zombie` (send tokens of an old attempt too), `takeover_after` (tokens before another worker goes on), `rates` (what the
 tenant has left: `requests` and `tokens`, each limit, remaining and reset_ms), `cache_key` and `cache_age_ms` (of the start). Anything else is echoed, one token a character.
 A repeat under an idempotency key is told where the first's stream is.
 
@@ -160,6 +160,7 @@ class Responder:
             return
         script = _script(request)
         common = (request.request_id, grant.tenant, request.model)
+        await asyncio.sleep(script.get("turn_ms", 0) / 1000)
         if "reject" in script:
             event = InferenceRejected(
                 *common,

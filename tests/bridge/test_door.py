@@ -85,7 +85,7 @@ async def door(producer: FakeProducer, tenants: FakeTenants) -> FrontDoor:
     auth = Authenticator(tenants, SECRET, Reply("tokens", 1), 10_000)
     decoder = EventDecoder(kafka)
     dispatcher = Dispatcher(kafka, 1, decoder)
-    resumes = Resumes(settings, dispatcher, decoder, EventIds(SECRET))
+    resumes = Resumes(settings, dispatcher, decoder, EventIds(SECRET), auth.reply_of)
     models, workers = ModelDirectory(kafka), WorkerDirectory(kafka)
     return FrontDoor(settings, auth, models, workers, producer, dispatcher, resumes)  # type: ignore[arg-type]
 

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from bridge.resume import READERS_MAX
-from tests.bridge.conftest import MODEL, RunningBridge
+from tests.bridge.conftest import MODEL, OTHER, RunningBridge
 from tests.bridge.resuming import DONE, USAGE, ask, broken_off, ids, resume
-from tests.bridge.test_cancel import newest
+from tests.bridge.test_cancel import RawCaller, newest
 from tests.bridge.test_openai_chat import body, script, stream_events
 from tests.bridge.told import Told, some_events
 
@@ -186,3 +186,39 @@ async def test_an_answer_to_several_prompts_has_no_ids_and_is_named_by_its_first
     for door in (bridge, other):
         _, again = await resume(door, request_id, format="completion")
         assert Told().hear(again).texts == {0: "ab"}
+
+
+async def test_one_that_waits_for_its_turn_is_followed_from_before_it_begins(
+    bridge: RunningBridge, other: RunningBridge
+) -> None:
+    """Nothing is known of it in `lifecycle` then: its own record is found. To other tenants there is no such stream."""
+    text = [f"{i} " for i in range(5)]
+    payload = body(messages=script(mark="waits for its turn", turn_ms=8_000, tokens=text))
+    async with RawCaller(bridge) as caller:
+        await caller.post(payload)
+        await bridge.until(lambda: newest(bridge, "waits for its turn") is not None)
+        request_id = newest(bridge, "waits for its turn")
+        assert request_id is not None
+        (refused, _), *answers = await asyncio.gather(
+            resume(other, request_id, key=OTHER), resume(other, request_id), resume(bridge, request_id)
+        )
+        for answer, events in answers:
+            assert (answer.status_code, answer.headers["x-request-id"]) == (200, request_id)
+            assert (Told().hear(events).texts, events[-1]) == ({0: "".join(text)}, DONE)
+            first = [event_id for event_id, _ in events].index(ids(events)[0])
+            _, rest = await resume(other, request_id, ids(events)[0])
+            assert Told().hear(events[: first + 1]).hear(rest) == Told().hear(events)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_one_that_waits_and_is_refused_then_says_so_to_who_came_back(
+    bridge: RunningBridge, other: RunningBridge
+) -> None:
+    payload = body(messages=script(mark="waits in vain", turn_ms=8_000, reject="overloaded"))
+    async with RawCaller(bridge) as caller:
+        await caller.post(payload)
+        await bridge.until(lambda: newest(bridge, "waits in vain") is not None)
+        request_id = newest(bridge, "waits in vain")
+        assert request_id is not None
+        answer, _ = await resume(other, request_id)
+    assert answer.json()["error"]["code"] == "overloaded"

@@ -7,9 +7,10 @@ from typing import Any
 
 from tests.bridge.conftest import MODEL, RunningBridge
 from tests.bridge.resuming import USAGE
+from tests.bridge.test_cancel import newest
 from tests.bridge.test_openai_chat import script
 from tests.bridge.test_websocket import calling
-from tests.bridge.told import Told
+from tests.bridge.told import Events, Told
 
 
 async def test_a_socket_resumes_too(bridge: RunningBridge, other: RunningBridge) -> None:
@@ -34,6 +35,17 @@ async def test_a_socket_resumes_too(bridge: RunningBridge, other: RunningBridge)
     assert told(heard, rest) == told(again)
     assert told(again).texts == {0: "abcd", 1: "abcd"}
     assert request_id not in bridge.responder.cancelled
+
+
+async def test_a_socket_resumes_what_waits_for_its_turn(bridge: RunningBridge, other: RunningBridge) -> None:
+    body = {"model": MODEL, "messages": script(mark="socket waits", turn_ms=5_000, tokens=["a", "b"])}
+    async with calling(bridge) as asking, calling(other) as caller:
+        await asking.say(type="request", id="a", endpoint="chat.completions", body=body)
+        await bridge.until(lambda: newest(bridge, "socket waits") is not None)
+        await caller.say(type="resume", id="b", request_id=newest(bridge, "socket waits"))
+        heard = (await caller.until_ended("b"))["b"]
+    chunks: Events = [(None, json.dumps(message["data"])) for message in heard if message["type"] == "chunk"]
+    assert Told().hear(chunks).texts == {0: "ab"}
 
 
 async def test_a_socket_refuses_what_http_refuses(bridge: RunningBridge) -> None:

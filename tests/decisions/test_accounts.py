@@ -480,6 +480,15 @@ def test_which_door_watches_what_is_open_is_known_as_long_as_it_is_open_and_afte
     assert not accounts.opened("nobody")
 
 
+def test_with_which_key_something_was_asked_is_known_as_long_as_it_is_open_and_after_a_restart() -> None:
+    accounts = told(admitted(R), admitted(replace(Q, key="other"), 1))
+    for one in (accounts, restored(saved(accounts, 9, NOW))):
+        ((tenant, opened),) = one.all_opened()
+        assert (tenant, {name: held.key_id for name, held in opened.items()}) == ("acme", {"r": R.key, "q": "other"})
+    tell(accounts, ending("r", 5), ending("q", 5))
+    assert list(accounts.all_opened()) == []
+
+
 def test_where_a_stream_is_is_known_while_it_is_open() -> None:
     accounts = told(admitted(R))
     here = admitted(R).reply

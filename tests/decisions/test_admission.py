@@ -11,7 +11,7 @@ from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, crowded, re
 from decisions.cases import Case, Refusal, judge, prepared, refuse, tokenised
 from decisions.quota import EACH, ENDING_WAIT_MS
 from decisions.signature import BATCH_MAX, text_tensors
-from decisions.verdicts import CANCEL, YIELDED_TEXT, admitted, cancelled, rejected, yielded
+from decisions.verdicts import CANCEL, REVOKED_TEXT, YIELDED_TEXT, admitted, cancelled, rejected, revoked, yielded
 from schemas.events import (
     ApiKey,
     Decision,
@@ -550,10 +550,11 @@ def test_a_cancel_of_what_admission_doesnt_know_names_no_tier() -> None:
     assert (ending.tier, ending.source) == ("", CANCEL)
 
 
-def test_who_makes_way_is_cancelled_and_told_why() -> None:
-    ending, word = yielded(ID, "acme", "interactive")
+@pytest.mark.parametrize(("ended", "text"), [(yielded, YIELDED_TEXT), (revoked, REVOKED_TEXT)])
+def test_who_makes_way_or_has_lost_its_key_is_cancelled_and_told_why(ended: Any, text: str) -> None:
+    ending, word = ended(ID, "acme", "interactive")
     assert (ending.tenant, ending.tier, ending.reason, ending.source) == ("acme", "interactive", "cancelled", "cancel")
-    assert (ending.message, word) == (YIELDED_TEXT, InferenceCancelled(ID, "acme"))
+    assert (ending.message, word) == (text, InferenceCancelled(ID, "acme"))
 
 
 def test_an_admission_names_the_door_that_watches_the_request_but_no_invented_one() -> None:

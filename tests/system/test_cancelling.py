@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import httpx
 import pytest
-from websockets.sync.client import connect
 
-from bridge.calls import new_request_id
-from infra.log import EventProducer
-from schemas.events import InferenceCancelled, InferenceRequested, Quota
-from schemas.topics import GRANT_HEADER, requests_topic
-from tests.system.asking import COMPLETIONS, body_of, call
+from schemas.events import Quota
+from tests.system.asking import COMPLETIONS, body_of
 from tests.system.audit import Audit, Story
-from tests.system.running import CALL_WAIT_S, RunningStack, script
+from tests.system.running import RunningStack, script
 from tests.system.test_quotas import tenant, told
+from tests.system.ways import ByAnotherTiersRecord, ByHttp, ByRecord, OnASocket, Way, caller, found, until, used
 
 pytestmark = pytest.mark.timeout(180)
 TOKENS, TOKEN_MS = 1_000, 100
@@ -30,139 +21,13 @@ ROUNDS = 12
 """Chunks of one that somebody waits for."""
 
 
-class Way(ABC):
-    """A caller of one tenant's, and its way to say that it wants something no more."""
-
-    def __init__(self, stack: RunningStack, name: str) -> None:
-        self.stack, self.name = stack, name
-
-    @abstractmethod
-    def ask(self, mark: str, prompt: str, model: str) -> None:
-        """Asks and doesn't wait; `mark` is in the prompt."""
-
-    @abstractmethod
-    def cancel(self, mark: str, request_id: str) -> None:
-        """Says so of what was asked."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Lets go of what is open."""
-
-
-class ByHttp(Way):
-    """Streams in threads; another call cancels."""
-
-    def __init__(self, stack: RunningStack, name: str) -> None:
-        super().__init__(stack, name)
-        self._threads: list[threading.Thread] = []
-
-    def ask(self, mark: str, prompt: str, model: str) -> None:
-        asked = body_of(COMPLETIONS, prompt, model, stream=True, max_tokens=TOKENS)
-        self._threads.append(threading.Thread(target=call, args=(self.stack, COMPLETIONS, asked, self.name)))
-        self._threads[-1].start()
-
-    def cancel(self, mark: str, request_id: str) -> None:
-        assert self.stack.http(self.name).delete(f"/v1/streams/{request_id}").is_success
-
-    def close(self) -> None:
-        for thread in self._threads:
-            thread.join(CALL_WAIT_S)
-
-
-class OnASocket(Way):
-    """Both on one socket."""
-
-    def __init__(self, stack: RunningStack, name: str) -> None:
-        super().__init__(stack, name)
-        headers = {"authorization": f"Bearer {stack.keys[name]}"}
-        url = f"ws://127.0.0.1:{stack.port}/v1/stream"
-        self._open = ExitStack()
-        self._socket = self._open.enter_context(connect(url, additional_headers=headers, proxy=None))
-
-    def ask(self, mark: str, prompt: str, model: str) -> None:
-        asked = body_of(COMPLETIONS, prompt, model, stream=True, max_tokens=TOKENS)
-        self._socket.send(json.dumps({"type": "request", "id": mark, "endpoint": "completions", "body": asked}))
-
-    def cancel(self, mark: str, request_id: str) -> None:
-        self._socket.send(json.dumps({"type": "cancel", "id": mark}))
-
-    def close(self) -> None:
-        self._open.close()
-
-
-class ByRecord(Way):
-    """A direct producer."""
-
-    def ask(self, mark: str, prompt: str, model: str) -> None:
-        request = InferenceRequested(new_request_id(), model, prompt=prompt)
-        self.stack.thread.run(self._send(request))
-
-    def cancel(self, mark: str, request_id: str) -> None:
-        self.stack.thread.run(self._send(InferenceCancelled(request_id, self.name)))
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    async def _send(self, event: InferenceRequested | InferenceCancelled, tier: str = "interactive") -> None:
-        given = json.loads(self.stack.command("tenants", "grant", self.name, "--json").stdout)
-        producer = EventProducer(self.stack.kafka, "cancel-tests")
-        await producer.start()
-        try:
-            headers = [(GRANT_HEADER, given["grant"].encode())]
-            await producer.send_and_wait(requests_topic(tier), event, key=self.name, headers=headers)
-        finally:
-            await producer.stop()
-
-
-class ByAnotherTiersRecord(ByRecord):
-    """A direct producer that cancels on the other tier's topic, whose admission knows nothing of the request."""
-
-    def cancel(self, mark: str, request_id: str) -> None:
-        self.stack.thread.run(self._send(InferenceCancelled(request_id, self.name), "batch"))
-
-
-@contextmanager
-def caller(stack: RunningStack, kind: type[Way], name: str) -> Iterator[Way]:
-    way = kind(stack, name)
-    try:
-        yield way
-    finally:
-        way.close()
-
-
-def found(audit: Audit, mark: str) -> tuple[str, Story] | None:
-    """The request with this mark, as the log tells it."""
-    for request_id, story in audit.stories().items():
-        if story.asked is not None and mark in (story.asked.prompt or ""):
-            return request_id, story
-    return None
-
-
-def until(stack: RunningStack, audit: Audit, mark: str, what: str) -> tuple[str, Story]:
-    """The same, once it is so far."""
-
-    def look() -> tuple[str, Story] | None:
-        if (known := found(audit, mark)) is None:
-            return None
-        story = known[1]
-        reached: dict[str, Any] = {
-            "admitted": story.admitted,
-            "running": sum(story.stream.accepted),
-            "ended": story.endings,
-        }
-        return known if reached[what] else None
-
-    known: tuple[str, Story] = stack.until(look)
-    return known
-
-
 @pytest.mark.parametrize("kind", [ByHttp, OnASocket, ByRecord, ByAnotherTiersRecord], ids=lambda kind: kind.__name__)
 def test_what_runs_stops_and_what_is_queued_never_runs(stack: RunningStack, narrow: str, kind: type[Way]) -> None:
     name = f"canceller-{kind.__name__.lower()}"
     stack.keys[name] = tenant(stack, name, Quota("interactive", concurrent_requests=2))
     audit = Audit(stack)
     first, second = secrets.token_hex(8), secrets.token_hex(8)
-    with caller(stack, kind, name) as way:
+    with caller(stack, kind, name, max_tokens=TOKENS) as way:
         for mark, so_far in ((first, "running"), (second, "admitted")):
             way.ask(mark, script(mark=mark, tokens=["x"], repeat=TOKENS, token_ms=TOKEN_MS), narrow)
             until(stack, audit, mark, so_far)
@@ -188,11 +53,7 @@ def test_what_runs_stops_and_what_is_queued_never_runs(stack: RunningStack, narr
     assert (stack.events(queued, "GenerationStarted"), sum(never_ran.stream.accepted)) == ([], 0)
     (usage,) = told(stack, name)
     assert (usage["running"], usage["reserved_tokens"]) == (0, 0)
-    assert usage["tokens"] == sum(
-        story.admitted.prompt_tokens + sum(story.stream.accepted)
-        for story in stories.values()
-        if story.admitted is not None and story.stream.accepted
-    )
+    assert usage["tokens"] == used(audit)
 
 
 def ask(stack: RunningStack, model: str, name: str) -> httpx.Response:

@@ -1,43 +1,71 @@
-"""What was asked with a key before it was revoked, and waits in the log still, is refused; so is what comes after, on each tier."""
+"""What was asked on the log with a key that is revoked then: what waits is refused, also far back, and so is what comes after; what runs is cancelled."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import secrets
+from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 
 from bridge.calls import new_request_id
+from decisions.verdicts import REVOKED_TEXT
 from infra.log import EventProducer
-from schemas.events import InferenceRequested
+from infra.models_file import ModelEntry
+from schemas.events import InferenceCompleted, InferenceFailed, InferenceRejected, InferenceRequested
 from schemas.topics import BATCH, GRANT_HEADER, INTERACTIVE, requests_topic
+from tests.system.audit import Audit, Mark
+from tests.system.fixtures_models import register, worker
 from tests.system.running import MODEL, RunningStack, script
+from tests.system.test_quotas import told
+from tests.system.ways import used
 
 pytestmark = pytest.mark.timeout(180)
 WAITING = 12
 REFUSED = ("rejected", "invalid_grant")
+LONG: dict[str, Any] = {"tokens": ["x"], "repeat": 600, "token_ms": 200}
+"""Of two minutes."""
+UNSERVED = "unserved"
+LINES, AT_ONCE_MAX = 800, 600
+"""Of so many no more than that are held, or were let in: the others are parked."""
 
 
 def with_grant(stack: RunningStack, name: str) -> dict[str, Any]:
     """A new tenant's grant for both tiers, with the id of its key."""
     stack.command("tenants", "create", name)
+    return granted(stack, name)
+
+
+def granted(stack: RunningStack, name: str, *key: str) -> dict[str, Any]:
     tiers = ("--tiers", f"{INTERACTIVE},{BATCH}", "--json")
-    given: dict[str, Any] = json.loads(stack.command("tenants", "grant", name, *tiers).stdout)
+    given: dict[str, Any] = json.loads(stack.command("tenants", "grant", name, *key, *tiers).stdout)
     return given
 
 
-def send(stack: RunningStack, given: dict[str, Any], tier: str, model: str, count: int = WAITING) -> list[str]:
+def of_another_key(stack: RunningStack, name: str) -> dict[str, Any]:
+    """The same of one more key that the tenant is given."""
+    added = json.loads(stack.command("tenants", "keys", "add", name, "--json").stdout)
+    return granted(stack, name, "--key-id", added["key_id"])
+
+
+def send(
+    stack: RunningStack, given: dict[str, Any], tier: str, model: str, count: int = WAITING, **directions: Any
+) -> list[str]:
     """So many requests, straight to the log; their ids."""
-    asked = [InferenceRequested(new_request_id(), model, prompt=script(tokens=["x"])) for _ in range(count)]
+    prompt = script(**({"tokens": ["x"]} | directions))
+    asked = [InferenceRequested(new_request_id(), model, prompt=prompt) for _ in range(count)]
     headers = [(GRANT_HEADER, given["grant"].encode())]
 
     async def work() -> None:
         producer = EventProducer(stack.kafka, "revocation-tests")
         await producer.start()
         try:
-            for request in asked:
-                await producer.send_and_wait(requests_topic(tier), request, key=given["tenant"], headers=headers)
+            topic, key = requests_topic(tier), given["tenant"]
+            await asyncio.gather(*[await producer.send(topic, each, key=key, headers=headers) for each in asked])
         finally:
             await producer.stop()
 
@@ -68,3 +96,66 @@ def test_what_waits_in_the_log_is_refused(stack: RunningStack, tier: str) -> Non
         stack.restart(admission)
     assert endings(stack, names) == {REFUSED}
     assert endings(stack, send(stack, given, tier, MODEL, 2)) == {REFUSED}, "and so is what comes"
+
+
+def test_what_runs_is_cancelled_and_what_another_key_asked_goes_on(stack: RunningStack, single: str) -> None:
+    given = with_grant(stack, name := f"runs-{secrets.token_hex(4)}")
+    other = of_another_key(stack, name)
+    audit = Audit(stack)
+    (mine,), (others,) = (send(stack, each, INTERACTIVE, single, 1, **LONG) for each in (given, other))
+    stack.until(lambda: all(stack.events(each, "TokensGenerated") for each in (mine, others)))
+    stack.until(lambda: stack.reports(single)[-1].running == 2)
+    revoke(stack, given)
+    ended = stack.ended(mine)
+    assert (ended.facts["outcome"], ended.facts["reason"]) == ("failed", "cancelled")
+    (ending,) = stack.events(mine, "InferenceFailed", f"tokens.{name}")
+    assert ending.event.message == REVOKED_TEXT  # type: ignore[union-attr]
+    stack.until(lambda: stack.reports(single)[-1].running == 1)
+    assert told(stack, name)[0]["running"] == 1, "its place is free, and the other's isn't"
+    made = len(stack.events(others, "TokensGenerated"))
+    stack.until(lambda: len(stack.events(others, "TokensGenerated")) > made + 3)
+    revoke(stack, other)
+    stack.ended(others)
+    stack.until(lambda: stack.reports(single)[-1].running == 0)
+    spent = used(audit)
+    (usage,) = told(stack, name)
+    assert (usage["running"], usage["reserved_tokens"], usage["tokens"]) == (0, 0, spent)
+
+
+def parked(stack: RunningStack) -> int:
+    """How many requests are parked, as admission says."""
+    address = f"http://127.0.0.1:{stack.ops_ports['admission-batch']}/metrics"
+    found = re.search(r'headrace_parked\{tier="batch"\} (\S+)', httpx.get(address, timeout=5, trust_env=False).text)
+    return int(float(found[1])) if found is not None else 0
+
+
+def test_what_is_parked_is_refused_and_what_another_key_asked_is_served(stack: RunningStack) -> None:
+    """Of a flood for a model without a worker only some are held: where the others wait no record is at hand any more."""
+    register(stack, ModelEntry(UNSERVED, "1", "scripted", "scripted", 4096, slots=8, partitions=1))
+    given = with_grant(stack, name := f"floods-{secrets.token_hex(4)}")
+    other = of_another_key(stack, name)
+    mark = Mark(stack, "lifecycle", f"tokens.{name}")
+    flood = set(send(stack, given, BATCH, UNSERVED, LINES))
+    (served,) = send(stack, other, BATCH, UNSERVED, 1)
+    stack.until(lambda: parked(stack) > LINES - AT_ONCE_MAX)
+    revoke(stack, given)
+
+    def outcomes(topic: str) -> dict[str, str]:
+        kinds = (InferenceRejected, InferenceFailed, InferenceCompleted)
+        ended = [
+            item.event for item in mark.records() if item.topic.startswith(topic) and isinstance(item.event, kinds)
+        ]
+        return {event.request_id: getattr(event, "reason", "completed") for event in ended}
+
+    def heard(topic: str) -> dict[str, str] | None:
+        found = outcomes(topic)
+        return found if found.keys() >= flood else None
+
+    for topic in ("lifecycle", "tokens."):
+        found: dict[str, str] = stack.until(partial(heard, topic))
+        refused = {each for each in flood if found[each] == "invalid_grant"}
+        assert {found[each] for each in flood - refused} <= {"cancelled"}, "those that had been let in"
+        assert len(refused) >= LINES - AT_ONCE_MAX
+        assert served not in found
+    with worker(stack, UNSERVED, UNSERVED):
+        stack.until(lambda: outcomes("lifecycle").get(served) == "completed")

@@ -34,9 +34,9 @@ from tests.system.audit import Mark
 from tests.system.fixtures_small import LOOPING, LOOPING_SLOTS, PICKING, SmallModels
 from tests.system.running import CALL_WAIT_S, RunningStack
 from tests.system.small_door import async_door, message, tensor
-from tests.system.test_cancelling import ByHttp, ByRecord, Way, caller
 from tests.system.test_junk import dead_letters, send_junk
 from tests.system.test_quotas import GIVEN_BACK_S, tenant
+from tests.system.ways import ByHttp, ByRecord, Way, caller
 
 ENDLESS = 1 << 40
 JOB_TURNS = 15_000

@@ -21,24 +21,28 @@ import websockets
 
 from decisions.window import guest_slots
 from infra.directory import WorkerDirectory
+from schemas.events import Quota
 from tests.contracts.engine import CONTEXT, SLOTS, Bench, EngineContract
 from tests.system.audit import Audit
 from tests.system.engine_host import RemoteEngine
 from tests.system.fixtures_vllm import BOOT_S_MAX, LLM, demo_model, engine_socket
 from tests.system.llm_streams import grpc_door, token_stream
 from tests.system.running import ROOT, RunningStack
+from tests.system.test_quotas import tenant, told
+from tests.system.ways import ByClosingTheSocket, ByHttp, ByLeaving, ByRecord, OnASocket, Way, caller, until, used
 from text.tokenizer import load_tokenizer
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 FRANCE = "What is the capital of France?"
 STORY = "Tell me a long story about a river, a mill and a wheel."
 VOCAB_SIZE = 49_152
+MARKS = ("the first", "the second")
 ANSWER_S_MAX = 240.0
 
 
-def ask(stack: RunningStack, content: str, **options: Any) -> Any:
+def ask(stack: RunningStack, content: str, tenant: str = "acme", **options: Any) -> Any:
     messages: list[Any] = [{"role": "user", "content": content}]
-    client = stack.client().with_options(timeout=ANSWER_S_MAX)
+    client = stack.client(tenant).with_options(timeout=ANSWER_S_MAX)
     return client.chat.completions.create(model=LLM, messages=messages, **({"temperature": 0} | options))
 
 
@@ -190,19 +194,31 @@ def test_ids_out_of_range_are_refused_beside_a_greedy_neighbour(stack: RunningSt
     assert last.usage.completion_tokens == 4
 
 
-def test_a_closed_socket_stops_the_engine(stack: RunningStack, llm: str) -> None:
-    body = {"model": LLM, "stream": True, "max_tokens": 900, "ignore_eos": True, "temperature": 0}
-    with stack.http() as client:
-        asked = {**body, "messages": [{"role": "user", "content": STORY}]}
-        with client.stream("POST", "/v1/chat/completions", json=asked) as response:
-            lines = response.iter_lines()
-            for _ in range(9):
-                next(lines)
-            assert stack.until(lambda: running(stack) == 1)
-    closed_s = time.monotonic()
-    stack.until(lambda: running(stack) == 0)
-    assert time.monotonic() - closed_s < 10  # the 900 tokens take far longer; reports come once a second
-    assert "Paris" in ask(stack, FRANCE, max_tokens=16).choices[0].message.content
+@pytest.mark.parametrize(
+    "kind", [ByHttp, ByLeaving, OnASocket, ByClosingTheSocket, ByRecord], ids=lambda kind: kind.__name__
+)
+def test_what_is_cancelled_stops_in_the_engine(stack: RunningStack, bench: Bench, story: str, kind: type[Way]) -> None:
+    """While the next call is served, vLLM's scheduler has that one alone: what was cancelled isn't only forgotten outside it."""
+    name = f"leaving-{kind.__name__.lower()}"
+    stack.keys[name] = tenant(stack, name, Quota("interactive", concurrent_requests=len(MARKS)))
+    audit = Audit(stack)
+    with caller(stack, kind, name, max_tokens=900, ignore_eos=True, temperature=0) as way:
+        for mark in MARKS:
+            way.ask(mark, f"{STORY} {mark}", LLM)
+        names = [until(stack, audit, mark, "running")[0] for mark in MARKS]
+        stack.until(lambda: bench.engine.stats().running == len(MARKS))
+        for mark, request_id in zip(MARKS, names, strict=True):
+            way.cancel(mark, request_id)
+        for mark in MARKS:
+            assert until(stack, audit, mark, "ended")[1].endings[0][:2] == ("failed", "cancelled")
+        stack.until(lambda: bench.engine.stats().running == 0)
+    chunks = ask(stack, STORY, name, max_tokens=48, stream=True)
+    text = text_of([next(chunks), next(chunks)])
+    stack.until(lambda: bench.engine.stats().running == 1)
+    assert text + text_of(list(chunks)) == story
+    spent = used(audit)
+    (usage,) = told(stack, name)
+    assert (usage["running"], usage["reserved_tokens"], usage["tokens"]) == (0, 0, spent)
 
 
 def test_a_closed_grpc_stream_stops_the_engine(stack: RunningStack, llm: str, door: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,28 @@ def limits() -> dict[str, object]:
     return {}
 
 
+@dataclass
+class Runs:
+    """What every run had as its inputs, in their order; each takes so long more."""
+
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    longer_s: float = 0.0
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """Of all engines meanwhile."""
+    seen, run = Runs(), Session.run
+
+    def watched(session: Session, feeds: Any, fetch: Any, options: Any) -> Any:
+        seen.inputs.append({name: values.tolist() for name, values in feeds.items()})
+        time.sleep(seen.longer_s)
+        return run(session, feeds, fetch, options)
+
+    monkeypatch.setattr(Session, "run", watched)
+    return seen
+
+
 @pytest_asyncio.fixture(loop_scope="function")
 async def hanging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: threading.Event, limits: dict[str, object]
@@ -60,18 +83,8 @@ async def hanging(
     await engine.shutdown()
 
 
-async def test_a_deadline_is_kept_while_the_only_instance_is_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_deadline_is_kept_while_the_only_instance_is_busy(tmp_path: Path, runs: Runs) -> None:
     """triton#7512: it is told while the other still runs, and it never runs."""
-    ran: list[Any] = []
-    run = Session.run
-
-    def watched(session: Session, feeds: Any, fetch: Any, options: Any) -> Any:
-        ran.append(feeds["turns"].tolist())
-        return run(session, feeds, fetch, options)
-
-    monkeypatch.setattr(Session, "run", watched)
     async with serving(looping(tmp_path)) as engine:
         busy = asyncio.create_task(engine.infer(request(tensor("turns", "INT64", [[ENDLESS]]))))
         await until_running(engine)
@@ -86,7 +99,7 @@ async def test_a_deadline_is_kept_while_the_only_instance_is_busy(
             await busy
         await until_idle(engine)
         await engine.infer(request(tensor("turns", "INT64", [[2]])))
-    assert ran == [[[ENDLESS]], [[2]]]
+    assert runs.inputs == [{"turns": [[ENDLESS]]}, {"turns": [[2]]}]
 
 
 async def test_one_that_never_ends_is_ended_and_its_neighbours_are_answered(
@@ -158,23 +171,13 @@ async def test_each_run_of_a_batch_is_ended_at_its_limit_and_not_at_twice_that(t
     assert 3.0 <= took_s < 4.3
 
 
-async def test_those_who_shared_a_run_that_was_too_long_are_answered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_those_who_shared_a_run_that_was_too_long_are_answered(tmp_path: Path, runs: Runs) -> None:
     """Each by itself: the limit passes once for all, and once for each at fault."""
-    ran: list[int] = []
-    run = Session.run
-
-    def watched(session: Session, feeds: Any, fetch: Any, options: Any) -> Any:
-        ran.append(len(feeds["turns"]))
-        return run(session, feeds, fetch, options)
-
-    monkeypatch.setattr(Session, "run", watched)
     async with serving(looping(tmp_path), max_queue_delay_ms=60_000, max_batch_size=8, max_run_ms=200) as engine:
         turns = [1, 2, ENDLESS, 4, 5, ENDLESS, 7, 8]
         found = await asyncio.gather(*(engine.infer(turning(each)) for each in turns), return_exceptions=True)
         await until_idle(engine)
-    assert ran == [8] + [1] * 8
+    assert [len(inputs["turns"]) for inputs in runs.inputs] == [8] + [1] * 8
     for count, result in zip(turns, found, strict=True):
         if count == ENDLESS:
             assert isinstance(result, HeadraceError)
@@ -183,22 +186,12 @@ async def test_those_who_shared_a_run_that_was_too_long_are_answered(
             assert array(result).tolist() == [[count]]
 
 
-async def test_the_limit_is_for_each_run_and_not_for_all_that_a_batch_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spent_s: list[float] = []
-    run = Session.run
-
-    def slow(session: Session, feeds: Any, fetch: Any, options: Any) -> Any:
-        spent_s.append(0.3)
-        time.sleep(0.3)
-        return run(session, feeds, fetch, options)
-
-    monkeypatch.setattr(Session, "run", slow)
+async def test_the_limit_is_for_each_run_and_not_for_all_that_a_batch_takes(tmp_path: Path, runs: Runs) -> None:
+    runs.longer_s = 0.3
     async with serving(picking(tmp_path), max_queue_delay_ms=60_000, max_batch_size=4, max_run_ms=1_200) as engine:
         asked = [request(tensor("x", "INT64", [[value]])) for value in (99, 0, 1, 2)]
         bad, *found = await asyncio.gather(*(engine.infer(each) for each in asked), return_exceptions=True)
-    assert sum(spent_s) > 1.2
+    assert len(runs.inputs) * runs.longer_s > 1.2
     assert isinstance(bad, EngineError)
     assert [array(each).tolist() for each in found] == [[[10.0]], [[20.0]], [[30.0]]]
 
