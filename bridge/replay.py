@@ -11,6 +11,7 @@ from typing import cast
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.partitioner import DefaultPartitioner
 
+from decisions.accounts import is_void
 from infra.kafka import partitions_of
 from infra.log import EventDecoder
 from schemas.errors import HeadraceError, Undecodable
@@ -67,8 +68,9 @@ async def verdict(
     kinds: tuple[type[InferenceAdmitted | InferenceJoined | InferenceRejected], ...]
     kinds = (InferenceAdmitted, InferenceJoined, InferenceRejected)
 
-    def wanted(_: ConsumerRecord, event: Event) -> bool:
-        return isinstance(event, kinds) and event.tenant == tenant
+    def wanted(record: ConsumerRecord, event: Event) -> bool:
+        void = isinstance(event, InferenceAdmitted) and is_void(event, record.timestamp)
+        return isinstance(event, kinds) and event.tenant == tenant and not void
 
     found = await _find(consumer, decoder, search, wanted)
     if found is not None and isinstance(found[1], InferenceRejected):
