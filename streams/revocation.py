@@ -20,6 +20,7 @@ from decisions.ledger_rows import Open
 from decisions.revocation import barred
 from infra.log import EventProducer, NoSuchPartition, RecordTooLarge
 from schemas.errors import HeadraceError
+from schemas.events import TenantChanged
 from streams.accounts import Ledgers
 from streams.outbox import Outgoing, cut_short, deliver
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 LOOK_S = 0.25
 GRACE_S = 1.0
 """So long front doors have for what they have open."""
+FRESH_S = 60.0
+"""So long after a tenant's keys have changed, and until all is ended, its open requests are looked at: what it asks from then on is refused."""
 ENDED_AT_ONCE_MAX = 500
 
 log = structlog.get_logger("streams.revocation")
@@ -52,6 +55,8 @@ class Revocations:
         self._clock = clock
         self._found: dict[Key, float] = {}
         self._ended: set[Key] = set()
+        self._unended: set[str] = set()
+        self._told: dict[str, tuple[TenantChanged | None, float]] = {}
 
     async def run(self) -> None:
         """Looks again and again, until it is cancelled."""
@@ -65,10 +70,13 @@ class Revocations:
     async def look(self) -> None:
         """Ends what was found long enough ago and is open still, once. Raises HeadraceError if the log doesn't take it; then the next look does."""
         now_s = self._clock()
+        opened_by = dict(self._ledgers.opened())
+        self._told = {name: self._told_of(name, now_s) for name in opened_by}
         found = {
-            (tenant, request_id): opened[request_id]
-            for tenant, opened in self._ledgers.opened()
-            for request_id in barred(opened, self._world.tenant(tenant))
+            (name, request_id): opened_by[name][request_id]
+            for name, (tenant, at_s) in self._told.items()
+            if now_s < at_s + FRESH_S or name in self._unended
+            for request_id in barred(opened_by[name], tenant)
         }
         self._found = {key: self._found.get(key, now_s) for key in found}
         self._ended &= found.keys()
@@ -76,6 +84,12 @@ class Revocations:
         for key in due[:ENDED_AT_ONCE_MAX]:
             await self._end(*key, found[key])
             self._ended.add(key)
+        self._unended = {name for name, request_id in found if (name, request_id) not in self._ended}
+
+    def _told_of(self, name: str, now_s: float) -> tuple[TenantChanged | None, float]:
+        """A tenant's state, and since when it is this one."""
+        tenant, known = self._world.tenant(name), self._told.get(name)
+        return known if known is not None and known[0] is tenant else (tenant, now_s)
 
     async def _end(self, tenant: str, request_id: str, one: Open) -> None:
         log.info("a revoked key's request is ended", request_id=request_id, tenant=tenant, key_id=one.key_id)

@@ -15,7 +15,7 @@ from schemas.events import ApiKey, InferenceCancelled, InferenceFailed, Reply, T
 from schemas.reasons import Reason
 from schemas.topics import CONTROL, INTERACTIVE, TOKENS
 from streams import revocation
-from streams.revocation import GRACE_S, Revocations
+from streams.revocation import FRESH_S, GRACE_S, Revocations
 from tests.decisions.ledgers import Asked, admitted, ending
 from tests.decisions.worlds import NOW, FakeWorld
 from tests.streams.test_presence import Log
@@ -89,6 +89,15 @@ async def test_what_another_process_decides_is_left_to_it() -> None:
     assert await site.look(GRACE_S) == ["r0", "r2"]
 
 
+async def test_a_key_that_is_revoked_long_after_its_request_began_is_no_other_case() -> None:
+    site = Site()
+    await site.look()
+    assert await site.look(2 * FRESH_S) == []
+    site.revoke()
+    await site.look()
+    assert await site.look(GRACE_S) == ["r0", "r2"]
+
+
 async def test_what_the_log_did_not_take_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site()
     site.revoke()
@@ -99,8 +108,9 @@ async def test_what_the_log_did_not_take_is_told_again(monkeypatch: pytest.Monke
 
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(revocation, "deliver", away)
-        with pytest.raises(HeadraceError):
-            await site.look(GRACE_S)
+        for after_s in (GRACE_S, FRESH_S):
+            with pytest.raises(HeadraceError):
+                await site.look(after_s)
     assert await site.look() == ["r0", "r2"]
 
 
