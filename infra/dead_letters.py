@@ -20,16 +20,19 @@ CUT_VALUE_BYTES = 1024 * 1024  # what is kept of a value too large to be wrapped
 _OF_A_TENANT = (bytes.fromhex(published(TenantChanged).fingerprint), b'"TenantChanged"')
 
 
-async def dead_letter(producer: EventProducer, record: Any, reason: str, message: str, process: str) -> None:
+async def dead_letter(
+    producer: EventProducer, record: Any, reason: str, message: str, process: str, event: object = None
+) -> None:
     """Write the record to `dead-letters` and return when the broker has it.
 
-    `record` is a ConsumerRecord or has its `topic`, `partition`, `offset`, `timestamp`, `key`, `value`, `headers`.
+    `record` is a ConsumerRecord or has its `topic`, `partition`, `offset`, `timestamp`, `key`, `value`, `headers`. `event` is what it
+    holds, where that could be read: what an older version wrote isn't known by its bytes.
     The grant and other headers of secrets are left out, and so is a value that may tell of a tenant, whose salt and keys' hashes few may see. Only
     a value that would make the record too large is cut. The message says so.
     Raises `NotDelivered` when the broker can't be reached.
     """
-    value, omitted = _value(record)
-    event = RecordDeadLettered(
+    value, omitted = _value(record, event)
+    letter = RecordDeadLettered(
         topic=record.topic,
         partition=record.partition,
         offset=record.offset,
@@ -42,9 +45,9 @@ async def dead_letter(producer: EventProducer, record: Any, reason: str, message
         process=process,
     )
     try:
-        await producer.send_and_wait(DEAD_LETTERS, event, key=event.topic)
+        await producer.send_and_wait(DEAD_LETTERS, letter, key=letter.topic)
     except RecordTooLarge:
-        await producer.send_and_wait(DEAD_LETTERS, _cut(event), key=event.topic)
+        await producer.send_and_wait(DEAD_LETTERS, _cut(letter), key=letter.topic)
     metrics.DEAD_LETTERS.labels(metrics.topic_label(record.topic), reason).inc()
 
 
@@ -56,10 +59,11 @@ def _headers(headers: Any) -> dict[str, bytes]:
     return kept
 
 
-def _value(record: Any) -> tuple[bytes | None, str]:
+def _value(record: Any, event: object) -> tuple[bytes | None, str]:
     """What is kept of the value, and what is said of what isn't."""
     value: bytes | None = record.value
-    if not value or not (record.topic == TENANTS or any(mark in value for mark in _OF_A_TENANT)):
+    of_a_tenant = record.topic == TENANTS or isinstance(event, TenantChanged)
+    if not value or not (of_a_tenant or any(mark in value for mark in _OF_A_TENANT)):
         return value, ""
     return None, f" (its value of {len(value)} bytes is left out: it may hold a tenant's secrets)"
 

@@ -166,11 +166,11 @@ class Admission:
         if grant is None:
             fault = intake.fault or intake.grant_fault
             assert fault is not None
-            return await self._bury(record, fault.reason, fault.message)
+            return await self._bury(record, fault.reason, fault.message, intake.event)
         await self._world.counts.learn(grant.reply.topic)
         await self._world.meet(grant.tenant, grant.key_id)
         if (unreachable := rules.reply_refusal(grant, self._world)) is not None:
-            return await self._bury(record, unreachable.reason, unreachable.message)
+            return await self._bury(record, unreachable.reason, unreachable.message, intake.event)
         if intake.fault is not None:
             return await self._refuse_fault(intake, grant, intake.fault)
         match intake.event:
@@ -185,8 +185,8 @@ class Admission:
             case InferenceCancelled():
                 return await self._cancel(record, grant, intake.event)
             case _:
-                name = type(intake.event).__name__
-                return await self._bury(record, Reason.INVALID_REQUEST, f"{name} doesn't belong on {record.topic}")
+                text = f"{type(intake.event).__name__} doesn't belong on {record.topic}"
+                return await self._bury(record, Reason.INVALID_REQUEST, text, intake.event)
 
     # --- a request ---------------------------------------------------------------------------------------------------
 
@@ -582,11 +582,12 @@ class Admission:
         await (await self._producer.send_raw(record.topic, record.value, grant.tenant.encode(), partition, headers))
         return None
 
-    async def _bury(self, record: Record, reason: Reason, message: str) -> None:
+    async def _bury(self, record: Record, reason: Reason, message: str, event: object = None) -> None:
         log.warning(
             "dead-lettered", topic=record.topic, partition=record.partition, offset=record.offset, reason=reason.value
         )
-        await dead_letter(self._producer, record, reason.value, message[: verdicts.MESSAGE_CHARS_MAX], PROCESS)
+        text = message[: verdicts.MESSAGE_CHARS_MAX]
+        await dead_letter(self._producer, record, reason.value, text, PROCESS, event)
 
 
 @lru_cache(maxsize=TENANTS_MAX)

@@ -25,6 +25,7 @@ from infra.log import EventDecoder, EventProducer, RecordTooLarge
 from infra.reach import until_reached
 from infra.settings import LifecycleSettings
 from schemas.errors import HeadraceError, Undecodable
+from schemas.events import Event
 from schemas.reasons import Reason
 from schemas.topics import ANSWERS, DEAD_LETTERS, HOUR_MS, LIFECYCLE
 
@@ -88,16 +89,17 @@ class Clerk(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no
 
     async def take(self, place: TopicPartition, records: list[ConsumerRecord]) -> None:
         """Put aside those that have to be, at once; returns when the broker has the letters. Raises HeadraceError (retriable) if it hasn't."""
-        faults = [(record, fault) for record in records if (fault := await self._fault(record)) is not None]
-        outcomes = await asyncio.gather(*[self._put_aside(*each) for each in faults], return_exceptions=True)
+        judged = [(record, *await self._judge(record)) for record in records]
+        faults = [self._put_aside(record, fault, event) for record, fault, event in judged if fault is not None]
+        outcomes = await asyncio.gather(*faults, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
         if place in self._consumer.assignment():
             self._judged[place] = records[-1].offset + 1
 
-    async def _fault(self, record: ConsumerRecord) -> HeadraceError | None:
-        """Why a record is put aside. Raises HeadraceError (unavailable) if its schema can't be looked up at present."""
+    async def _judge(self, record: ConsumerRecord) -> tuple[HeadraceError | None, Event | None]:
+        """Why a record is put aside, and what it holds, if that can be read. Raises HeadraceError (unavailable) if its schema can't be looked up at present."""
         self._unyielded += len(record.value or b"")
         if self._unyielded > JUDGED_BYTES_MAX:
             self._unyielded = 0
@@ -105,23 +107,23 @@ class Clerk(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no
         try:
             event = None if record.value is None else await self._decoder.decode_record(record.value)
             if record.topic == DEAD_LETTERS:
-                return None
+                return None, event
             why = misplaced(record.topic, record.key, event)
         except HeadraceError as error:
             if error.retriable:
                 raise
-            return error
+            return error, None
         except Exception as error:  # whatever a record holds, those after it count
-            return HeadraceError(Reason.INTERNAL_ERROR, f"{type(error).__name__} in {PROCESS}")
-        return None if why is None else Undecodable(why)
+            return HeadraceError(Reason.INTERNAL_ERROR, f"{type(error).__name__} in {PROCESS}"), None
+        return None if why is None else Undecodable(why), event
 
-    async def _put_aside(self, record: ConsumerRecord, fault: HeadraceError) -> None:
+    async def _put_aside(self, record: ConsumerRecord, fault: HeadraceError, event: Event | None) -> None:
         log.warning("a record can't be read", topic=record.topic, partition=record.partition, offset=record.offset)
         if record.topic == DEAD_LETTERS:  # a letter about a letter would be the next one's reason
             metrics.PASSED_OVER.labels(DEAD_LETTERS).inc()
             return
         try:
-            await dead_letter(self._producer, record, fault.reason.value, fault.message, PROCESS)
+            await dead_letter(self._producer, record, fault.reason.value, fault.message, PROCESS, event)
         except RecordTooLarge as error:  # the cluster takes less than what is kept of a record
             log.error("a record can't be put aside", error=error.message)
             metrics.PASSED_OVER.labels(record.topic).inc()

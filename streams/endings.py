@@ -149,8 +149,8 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         elif isinstance(event, InferenceJoined):  # for its caller; the stream that answers it has its own ending
             table.skip(record.offset)
         else:
-            name = type(event).__name__
-            self._bury(table, record, Reason.INVALID_REQUEST, f"{name} doesn't belong on {record.topic}")
+            text = f"{type(event).__name__} doesn't belong on {record.topic}"
+            self._bury(table, record, Reason.INVALID_REQUEST, text, event)
 
     async def _decode(self, record: ConsumerRecord) -> tuple[Event | None, Undecodable | None]:
         try:
@@ -203,10 +203,12 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
         for output in outputs:
             _count(output)
 
-    def _bury(self, table: FoldTable, record: ConsumerRecord, reason: Reason, message: str) -> None:
+    def _bury(
+        self, table: FoldTable, record: ConsumerRecord, reason: Reason, message: str, event: Event | None = None
+    ) -> None:
         if table.skip(record.offset):
             log.warning("dead-lettered", topic=record.topic, partition=record.partition, offset=record.offset)
-            self.writes.begin(dead_letter(self._producer, record, reason.value, message, PROCESS))
+            self.writes.begin(dead_letter(self._producer, record, reason.value, message, PROCESS, event))
 
     def _bound(self) -> None:
         """Let go of what is too old, and where all is too much, of the oldest in the partition that has the most."""

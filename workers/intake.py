@@ -13,7 +13,7 @@ from decisions.window import Waiting
 from infra.dead_letters import dead_letter
 from infra.log import EventDecoder, EventProducer
 from schemas.errors import HeadraceError, Undecodable
-from schemas.events import InferenceScheduled, ModelVersionRegistered, PayloadStored
+from schemas.events import Event, InferenceScheduled, ModelVersionRegistered, PayloadStored
 from schemas.payloads import PayloadUnreadable
 from schemas.topics import GRANT_HEADER
 from workers.group import Held
@@ -44,6 +44,7 @@ class Intake:
 
     async def open(self, held: Held, record: ConsumerRecord[bytes, bytes]) -> Work | None:
         """The work in a record; None if there is nothing to do, and then the record is finished."""
+        event: Event | None = None
         try:
             event = await persist(lambda: self._decoder.decode_record(record.value))
             if isinstance(event, PayloadStored):
@@ -56,7 +57,7 @@ class Intake:
             await self._give_up(held, record, error)
             return None
         except Undecodable as error:
-            await self.put_aside(record, error.reason.value, error.message)
+            await self.put_aside(record, error.reason.value, error.message, event)
             return None
         self._taken += 1
         headers = tuple((name, value) for name, value in record.headers if name != GRANT_HEADER)
@@ -80,9 +81,9 @@ class Intake:
         except HeadraceError as untold:
             await self.bury(work, untold)
 
-    async def put_aside(self, record: Any, reason: str, message: str) -> None:
+    async def put_aside(self, record: Any, reason: str, message: str, event: object = None) -> None:
         """Dead-letters a record; returns when the broker has it."""
-        await persist(lambda: dead_letter(self._producer, record, reason, message, PROCESS))
+        await persist(lambda: dead_letter(self._producer, record, reason, message, PROCESS, event))
 
     async def bury(self, work: Work, error: HeadraceError) -> None:
         """Puts work aside that can't be answered at all: its `tokens` partition doesn't exist, or takes no such record."""
