@@ -16,8 +16,12 @@ def good_keys(tenant: TenantChanged | None) -> set[str]:
 
 
 def barred(opened: Mapping[str, Open], tenant: TenantChanged | None) -> list[str]:
-    """The open requests of a tenant whose key holds no more, the oldest first. Of which key one is may not be known: a row of an older release
-    doesn't say it, and then it goes on.
+    """The open requests of a tenant that is shut out, or whose key is known to be revoked, the oldest first.
+
+    A tenant or key that isn't known goes on: whoever let it in knew it, so that it is only newer than what was read here. Nor does a row of an
+    older release say with which key something was asked.
     """
-    good = good_keys(tenant)
-    return [request_id for request_id, one in opened.items() if one.key_id and one.key_id not in good]
+    if tenant is None:
+        return []
+    revoked = {key.key_id for key in tenant.keys if key.revoked_ms is not None}
+    return [request_id for request_id, one in opened.items() if tenant.disabled or one.key_id in revoked]
