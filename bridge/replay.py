@@ -82,9 +82,10 @@ async def verdict(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request as its own record tells of it: where its answer goes, for which model it is, and when it was written."""
+    """A request as its own record tells of it: where its answer goes, its tier and model, and when it was written."""
 
     reply: Reply
+    tier: str
     model: str
     asked_ms: int
 
@@ -104,7 +105,7 @@ async def asked(
         return None
     record, event = found
     request = outline_of(event) if isinstance(event, PayloadStored) else event
-    return Asked(reply, request.model if isinstance(request, InferenceRequested) else "", record.timestamp)
+    return Asked(reply, tier, request.model if isinstance(request, InferenceRequested) else "", record.timestamp)
 
 
 async def answer(

@@ -264,6 +264,7 @@ class Resumes:
             leg.request_id, reply, asked_ms = found.first_request_id, found.first_reply, found.first_requested_ms
         elif isinstance(found, Asked):
             reply, asked_ms = found.reply, found.asked_ms
+            leg.call.tier = found.tier  # of which its cancel has to hear
         else:
             reply, asked_ms = found.reply, found.requested_ms
         shape = Shape(wish.completions, wish.include_usage, found.model)
