@@ -16,7 +16,7 @@ from decisions.cases import PASSED, Case, Check, Grant, Refusal, World
 from decisions.ledger import Cost, Counters
 from decisions.placement import SeenWorker
 from decisions.problem import Problem
-from decisions.quota import Exceeded
+from decisions.quota import ENDING_WAIT_MS, HELD_WAIT_MS, Exceeded
 from decisions.signature import text_lengths, unfit, unknown_token
 from decisions.validation import problem, vocabulary_problem
 from schemas.events import InferenceCancelled, InferenceRequested, Quota, Tensor
@@ -282,7 +282,7 @@ def check_room(case: Case, world: World) -> Case | Refusal:
     limits, counters = _limits(case, world)
     least = cache.least_cost(case.routed) if _may_hit(case) else Cost(1)
     found = quota.lacking(counters, limits, least, case.requested_ms)
-    return case if found is None else _over(found, limits, counters, case.requested_ms)
+    return case if found is None else _over(found, case, world)
 
 
 def check_quota(case: Case, world: World) -> Case | Refusal:
@@ -292,7 +292,7 @@ def check_quota(case: Case, world: World) -> Case | Refusal:
     cost = Cost(case.reserved_tokens) if hit is None else cache.hit_cost(case.routed, hit)
     found = quota.reserve(counters, limits, cost, now_ms)
     if isinstance(found, Exceeded):
-        return _over(found, limits, counters, now_ms)
+        return _over(found, case, world)
     gauges = quota.gauges({**counters, **found.changed}, limits, now_ms)
     rates = quota.rates(gauges, now_ms) if gauges else None
     detail = f"{cost.tokens} tokens reserved, {len(gauges) or 'no'} limits"
@@ -321,10 +321,16 @@ def _limits(case: Case, world: World) -> tuple[Mapping[str, Quota], Counters]:
     return limits, world.counters(case.source.partition, tenant)
 
 
-def _over(found: Exceeded, limits: Mapping[str, Quota], counters: Counters, now_ms: int) -> Refusal:
-    """A refusal for want of room."""
-    told = quota.rates(quota.gauges(counters, limits, now_ms), now_ms)
-    return Refusal(Reason.RATE_LIMITED, found.message, None, found.retry_after_ms, told)
+def _over(found: Exceeded, case: Case, world: World) -> Refusal:
+    """A refusal for want of room. What runs makes room when it ends: as soon as that may be, by how long requests of this model run."""
+    limits, counters = _limits(case, world)
+    told = quota.rates(quota.gauges(counters, limits, case.requested_ms), case.requested_ms)
+    wait_ms = found.retry_after_ms
+    if found.over:
+        each_ms = waiting.service_ms(_pool(case, world), case.now_ms, case.stale_ms)
+        ended_ms = waiting.ended_ms(found.running, found.over, each_ms)
+        wait_ms = min(max(ENDING_WAIT_MS, ended_ms), HELD_WAIT_MS)
+    return Refusal(Reason.RATE_LIMITED, found.message, None, wait_ms, told, found.ending)
 
 
 def quotas_of(tenant: str, tier: str, world: World) -> tuple[Quota, ...]:

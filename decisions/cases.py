@@ -92,13 +92,14 @@ class World(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request isn't let in."""
+    """Why a request isn't let in. `ending`: it could be as soon as something that runs has ended."""
 
     reason: Reason
     message: str
     param: str | None = None
     retry_after_ms: int | None = None
     rates: Rates | None = None
+    ending: bool = False
 
 
 @dataclass(frozen=True)

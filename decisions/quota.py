@@ -28,7 +28,7 @@ QUOTAS_KEPT = 4_096
 """Of so many it is remembered which limits they set."""
 KEY_CHARS_MAX = 64
 ENDING_WAIT_MS = 1_000
-"""When to try again if only the ending of something that runs can make room: nobody knows when that is."""
+"""When to try again if only the ending of something that runs can make room, and nobody knows how long such things run."""
 HELD_WAIT_MS = 60_000
 """When to try again at the latest while what runs reserves so much that it could make room by giving back what it doesn't use."""
 
@@ -168,10 +168,16 @@ class Gauge:
             return None
         if amount == 0 or self.used + amount <= self.limit:
             return 0
+        return self._falls_in_ms(amount, now_ms) or ENDING_WAIT_MS
+
+    def ending(self, amount: int, now_ms: int) -> bool:
+        """Whether nothing but what runs is in the way of an amount that isn't over the limit by itself."""
+        return self._falls_in_ms(amount, now_ms) == 0
+
+    def _falls_in_ms(self, amount: int, now_ms: int) -> int:
         if self.kind.window is None:
-            return ENDING_WAIT_MS
-        at_ms = self.counter.falls_to(self.limit - amount, self.kind.window, self.kind.unit, now_ms)
-        return at_ms - now_ms or ENDING_WAIT_MS
+            return 0
+        return self.counter.falls_to(self.limit - amount, self.kind.window, self.kind.unit, now_ms) - now_ms
 
     def retry_ms(self, amount: int, now_ms: int) -> int | None:
         """When it is worth trying again: `wait_ms`, but no later than `HELD_WAIT_MS` if an amount has room as soon as what runs gives enough back.
@@ -213,10 +219,16 @@ def _used(counter: Counter, kind: Kind, now_ms: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Exceeded:
-    """Why a request has no room. `retry_after_ms` None: it never will have, under these limits."""
+    """Why a request has no room. `retry_after_ms` None: it never will have, under these limits.
+
+    `ending` says that nothing but what runs is in the way: `running` requests, of which `over` must end, if it is known how many.
+    """
 
     message: str
     retry_after_ms: int | None
+    ending: bool = False
+    running: int = 0
+    over: int = 0
 
 
 @quick
@@ -272,7 +284,13 @@ def exceeded(measured: Iterable[Gauge], cost: Cost, now_ms: int) -> Exceeded | N
             break
         if wait_ms > 0 and (worst is None or wait_ms > (worst[2] or 0)):
             worst = gauge, amount, wait_ms
-    return None if worst is None else Exceeded(_message(*worst), worst[2])
+    if worst is None:
+        return None
+    gauge, amount, wait_ms = worst
+    if wait_ms is None or not gauge.ending(amount, now_ms):
+        return Exceeded(_message(*worst), wait_ms)
+    over = gauge.used + amount - gauge.limit if gauge.kind.window is None else 0
+    return Exceeded(_message(*worst), wait_ms, True, gauge.counter.running, over)
 
 
 def _message(gauge: Gauge, amount: int, wait_ms: int | None) -> str:

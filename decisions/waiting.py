@@ -83,3 +83,18 @@ def outlook(
         elif report.service_ms > 0:
             waits.append(math.ceil((over + 1) * report.service_ms / slots))
     return Outlook(len(ready), waiting, min(waits, default=None), per_ms)
+
+
+def service_ms(workers: Iterable[SeenWorker], now_ms: int, stale_ms: int = STALE_MS) -> float:
+    """How long a request runs, on average over the workers that are ready and tell it; 0 if none does."""
+    told = [
+        each.report.service_ms
+        for each in workers
+        if each.report.state == READY and each.report.service_ms > 0 and now_ms - each.seen_ms <= stale_ms
+    ]
+    return sum(told) / len(told) if told else 0.0
+
+
+def ended_ms(running: int, over: int, each_ms: float) -> int:
+    """How long until `over` of so many requests have ended, about: they run for `each_ms`, and began at any moments."""
+    return math.ceil(over * each_ms / running)

@@ -13,12 +13,10 @@ from decisions import cases, verdicts
 from decisions.accounts import Accounts
 from decisions.admission import BEFORE_TOKENISING, PLACING, RESOLVING
 from decisions.cases import Case, Refusal
-from decisions.quota import ENDING_WAIT_MS
 from decisions.signature import TEXT, TEXT_PROCESSORS, text_tensors
 from infra import metrics
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered, Tensor
-from schemas.reasons import Reason
 from schemas.tensors import strings
 from schemas.topics import INTERACTIVE, work_topic
 from streams.accounts import Ledgers
@@ -181,7 +179,7 @@ class Judge:
 
 def _only_what_runs(refusal: Refusal | None) -> bool:
     """Whether there is room once something ends."""
-    return refusal is not None and (refusal.reason, refusal.retry_after_ms) == (Reason.RATE_LIMITED, ENDING_WAIT_MS)
+    return refusal is not None and refusal.ending
 
 
 class _timed:  # noqa: N801  # reads as the verb it is; a generator would cost as much as a check

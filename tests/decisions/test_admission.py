@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, crowded, reply_refusal
 from decisions.cases import Case, Refusal, judge, prepared, refuse, tokenised
-from decisions.quota import EACH, ENDING_WAIT_MS
+from decisions.quota import EACH, ENDING_WAIT_MS, HELD_WAIT_MS
 from decisions.signature import BATCH_MAX, text_tensors
 from decisions.verdicts import CANCEL, REVOKED_TEXT, YIELDED_TEXT, admitted, cancelled, rejected, revoked, yielded
 from schemas.events import (
@@ -335,6 +335,20 @@ def test_a_quota_counts_what_its_own_partition_and_tenant_have_used() -> None:
     taking(world, case(sampling=ASKED))
     refusal = refused(case(sampling=ASKED), world)
     assert (refusal.retry_after_ms, refusal.rates) == (ENDING_WAIT_MS, Rates())
+
+
+@pytest.mark.parametrize(
+    ("service_ms", "retry_after_ms"),
+    [(0.0, ENDING_WAIT_MS), (3_000.0, 3_000), (10.0, ENDING_WAIT_MS), (1e9, HELD_WAIT_MS)],
+)
+def test_who_asks_too_much_at_once_is_told_when_what_runs_may_have_ended(
+    service_ms: float, retry_after_ms: int
+) -> None:
+    world = limited(quota(concurrent_requests=1))
+    taking(world, case(sampling=ASKED))
+    world.seen = [worker("a", {0: 0}, slots=1, service_ms=service_ms)]
+    refusal = refused(case(sampling=ASKED), world)
+    assert (refusal.retry_after_ms, refusal.ending) == (retry_after_ms, True)
 
 
 def test_a_refused_request_is_told_how_many_must_end_before_and_after_it_is_tokenised() -> None:

@@ -67,11 +67,28 @@ def test_a_caller_who_paces_itself_at_the_limit_is_never_refused() -> None:
         tenant.end(-1, 10)
 
 
+def test_a_second_until_a_minute_is_over_is_not_what_runs() -> None:
+    tenant = Tenant(quota(requests_per_minute=1))
+    assert tenant.ask(10) is None
+    refusal = tenant.refused(10, at=60_000 - ENDING_WAIT_MS)
+    assert (refusal.retry_after_ms, refusal.ending) == (ENDING_WAIT_MS, False)
+
+
+def test_of_a_lowered_limit_as_many_must_end_as_are_too_many() -> None:
+    tenant = Tenant(quota(concurrent_requests=4))
+    for _ in range(4):
+        assert tenant.ask(10) is None
+    tenant.quotas = (quota(concurrent_requests=2),)
+    refusal = tenant.refused(10)
+    assert (refusal.ending, refusal.running, refusal.over) == (True, 4, 3)
+
+
 def test_concurrency_is_free_when_one_has_ended() -> None:
     tenant = Tenant(quota(concurrent_requests=1))
     assert tenant.ask(10) is None
     refusal = tenant.refused(10, at=300_000)
-    assert refusal.retry_after_ms == ENDING_WAIT_MS
+    assert (refusal.retry_after_ms, refusal.ending) == (ENDING_WAIT_MS, True)
+    assert (refusal.running, refusal.over) == (1, 1)
     assert "1 requests at once" in refusal.message
     tenant.end(0, 0)
     assert tenant.ask(10, at=300_000) is None

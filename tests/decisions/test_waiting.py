@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from decisions.admission import check_deadline, check_wait
 from decisions.cases import Case, Refusal
 from decisions.placement import STALE_MS
-from decisions.waiting import SILENT_REPORTS, Outlook, outlook
+from decisions.waiting import SILENT_REPORTS, Outlook, ended_ms, outlook, service_ms
 from schemas.reasons import Reason
 from tests.decisions.worlds import NOW, WORK, FakeWorld, Seen, case, worker
 
@@ -31,6 +31,22 @@ def test_so_many_have_begun_when_as_many_have_ended() -> None:
     assert seen([worker("c", {2: 0}, slots=1)]).begun_ms(8) is None
     assert seen([], start_up_ms=7_000).begun_ms(8) == 7_000
     assert seen([]).begun_ms(8) is None
+
+
+def test_how_long_a_request_runs_is_what_workers_tell_that_are_ready() -> None:
+    told = [worker("a", {0: 0}, slots=1, service_ms=500), worker("b", {1: 0}, slots=2, service_ms=1_000)]
+    silent = worker("c", {2: 0}, seen_ms=NOW - STALE_MS - 1, service_ms=9_000)
+    assert service_ms([*told, silent, worker("d", {3: 0})], NOW) == 750
+    assert service_ms([silent], NOW) == 0
+
+
+@given(st.integers(1, 500), st.floats(0, 1e6), st.data())
+def test_more_endings_take_longer_and_all_of_them_as_long_as_one_runs(
+    running: int, each_ms: float, data: st.DataObject
+) -> None:
+    over = data.draw(st.integers(1, running))
+    assert 0 <= ended_ms(running, over, each_ms) <= ended_ms(running, running, each_ms) <= each_ms + 1
+    assert ended_ms(running + 1, over, each_ms) <= ended_ms(running, over, each_ms)
 
 
 @given(st.integers(1, 64), st.integers(1, 500), st.floats(1, 10_000))
