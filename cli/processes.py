@@ -59,7 +59,7 @@ def streams() -> None:
 def admission(tier: str | None, ops_port: int | None) -> None:
     """Judge requests: admit and place them, or refuse them."""
     from infra.settings import AdmissionSettings
-    from streams.admission import run
+    from streams.admission_app import run
 
     settings = settings_of(AdmissionSettings, tier=tier, ops_port=ops_port)
     serve(f"admission-{settings.tier}", run, settings)

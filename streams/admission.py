@@ -12,7 +12,6 @@ import contextlib
 import time
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import structlog
 from aiokafka.partitioner import DefaultPartitioner
@@ -23,26 +22,19 @@ from decisions.accounts import ANY_TIER, Accounts, Standing, Verdict, is_void
 from decisions.cache import Entry, stream
 from decisions.cases import Case, Refusal
 from decisions.idempotency import KeyStanding, conflict, keyed
-from decisions.signature import has_text
 from infra import metrics
-from infra.dead_letters import dead_letter
 from infra.grants import Grant
 from infra.log import EventDecoder, EventProducer, Headers, NoSuchPartition, RecordTooLarge
 from infra.objects import StoreAway
-from infra.payloads import Payloads
-from infra.reach import until_reached
 from infra.settings import AdmissionSettings
-from infra.telemetry import OpsServer
 from infra.tracing import child
 from schemas.errors import HeadraceError
 from schemas.events import (
     InferenceAdmitted,
     InferenceCancelled,
-    InferenceFailed,
     InferenceRejected,
     InferenceRequested,
     InferenceScheduled,
-    ModelVersionRegistered,
     PayloadStored,
     Position,
     Reply,
@@ -50,50 +42,34 @@ from schemas.events import (
 from schemas.payloads import may_be_large
 from schemas.reasons import Reason
 from schemas.topics import (
-    ANSWERS,
     CONTROL,
-    DEAD_LETTERS,
-    DOORS,
     INTERACTIVE,
     LIFECYCLE,
-    REGISTRY,
     REQUEST_MAX_BYTES,
-    SCHEMAS,
-    TENANTS,
-    TOKENS,
-    WORKERS,
-    idempotency_topic,
-    ledger_topic,
     requests_topic,
 )
 from streams.accounts import Ledgers
 from streams.alone import Alone, TooManyWait
 from streams.cache import ResponseCache
-from streams.faust_shell import FaustShell, LeftUndone, Parked, Record
+from streams.faust_shell import LeftUndone, Parked, Record
 from streams.idempotency import Repeats
 from streams.intake import REKEYED_HEADER, Intake, read_record, salvage, shortened
 from streams.judge import Judge
 from streams.large import READ_WAIT_S, STORE_AWAY_TEXT, Claim, Large, Unread
 from streams.lease import Lease
 from streams.outbox import Outgoing, Together, deliver, reply_to
-from streams.parking import Parking
 from streams.presence import Slots
-from streams.revocation import Revocations
+from streams.refusals import Refusals
 from streams.tokenizers import Tokenizers
 from streams.turnstile import Turnstile, Unwanted
 from streams.world import LiveWorld
 
-PROCESS = "admission"
-TOPICS = (TENANTS, REGISTRY, WORKERS, DOORS, SCHEMAS, TOKENS, LIFECYCLE, CONTROL, ANSWERS, DEAD_LETTERS)
-"""What must be there beside the requests."""
 CANCEL_LOOK_S = 0.2
 """A request that is still being fetched may come to wait for its turn after its cancel."""
 RETRY_S, RETRIED_S = 1.0, 300.0
 """How often something that can't be done at present is tried, and for how long: a partition's commits wait for it."""
 TENANTS_MAX = 4_096
 """Of so many it is remembered which partition is theirs."""
-OPEN_MAX = 256
-"""Records handled at once, over all partitions."""
 
 log = structlog.get_logger("streams.admission")
 
@@ -141,6 +117,7 @@ class Admission:
         self._judge = Judge(world, tokenizers, ledgers, turnstile, cache, Slots(world, ledgers, producer))
         self._repeats = Repeats(world, producer, ledgers)
         self._large = Large(decoder, self._aside)
+        self._refusals = Refusals(producer, world)
         self._topic = requests_topic(settings.tier)
         self._deciding = Alone(self._aside)
 
@@ -159,18 +136,18 @@ class Admission:
             log.exception("a record can't be handled", partition=record.partition, offset=record.offset)
             if intake is not None:
                 await self._own_up(intake)
-            await self._bury(record, Reason.INTERNAL_ERROR, f"{type(error).__name__} in admission")
+            await self._refusals.bury(record, Reason.INTERNAL_ERROR, f"{type(error).__name__} in admission")
 
     async def _dispatch(self, intake: Intake) -> None:
         record, grant = intake.record, intake.grant
         if grant is None:
             fault = intake.fault or intake.grant_fault
             assert fault is not None
-            return await self._bury(record, fault.reason, fault.message, intake.event)
+            return await self._refusals.bury(record, fault.reason, fault.message, intake.event)
         await self._world.counts.learn(grant.reply.topic)
         await self._world.meet(grant.tenant, grant.key_id)
         if (unreachable := rules.reply_refusal(grant, self._world)) is not None:
-            return await self._bury(record, unreachable.reason, unreachable.message, intake.event)
+            return await self._refusals.bury(record, unreachable.reason, unreachable.message, intake.event)
         if intake.fault is not None:
             return await self._refuse_fault(intake, grant, intake.fault)
         match intake.event:
@@ -186,7 +163,7 @@ class Admission:
                 return await self._cancel(record, grant, intake.event)
             case _:
                 text = f"{type(intake.event).__name__} doesn't belong on {record.topic}"
-                return await self._bury(record, Reason.INVALID_REQUEST, text, intake.event)
+                return await self._refusals.bury(record, Reason.INVALID_REQUEST, text, intake.event)
 
     # --- a request ---------------------------------------------------------------------------------------------------
 
@@ -215,12 +192,12 @@ class Admission:
                     async with self._deciding.of(f"key {grant.tenant} {case.keyed.key}"):
                         await self._answer(case, accounts, size, trace)
                 except TooManyWait:
-                    await self._reject(verdicts.rejected(case, _TOO_MANY), grant, trace)
+                    await self._refusals.reject(verdicts.rejected(case, _TOO_MANY), grant, trace)
             case Standing.NEW:
                 await self._answer(case, accounts, size, trace)
             case Standing.REPEATED if isinstance(verdict, InferenceRejected):
                 # Its stream is closed wherever that was told; whoever asks from elsewhere hears the same.
-                await self._tell(verdict, grant, trace)
+                await self._refusals.tell(verdict, grant, trace)
             case Standing.REDELIVERED if verdict is not None:
                 await self._repeat(case, verdict, trace)
             case Standing.REPEATED if await self._asked_before(case, accounts, trace):
@@ -252,7 +229,7 @@ class Admission:
         log.info("asked again", request_id=case.request.request_id)
         if reply != case.grant.reply:
             refusal = Refusal(Reason.CONFLICT, "another request of this tenant has this id", "request_id")
-            await self._tell(verdicts.rejected(case, refusal), case.grant, trace)
+            await self._refusals.tell(verdicts.rejected(case, refusal), case.grant, trace)
 
     async def _a_while(self, partition: int) -> None:
         """Before something that can't be done at present is tried again. Raises LeftUndone if the partition goes meanwhile."""
@@ -278,7 +255,7 @@ class Admission:
             async with self._deciding.of(_id_name(grant.tenant, reference.request_id)):
                 return await self._fetched(asked, grant, reference, refusal, trace, claim)
         except Unread as unread:
-            return await self._reject(verdicts.rejected(asked, unread.refusal), grant, trace)
+            return await self._refusals.reject(verdicts.rejected(asked, unread.refusal), grant, trace)
         except TooManyWait:  # a refusal would end the stream of the one that is being decided
             log.warning("too many ask with one id", request_id=reference.request_id, tenant=grant.tenant)
             return None
@@ -359,9 +336,9 @@ class Admission:
                     if not self._ledgers.current(asked.source.partition, accounts):
                         return  # whoever has the partition now decides
                     if found is not None:
-                        await self._reject(verdicts.rejected(case, found), case.grant, trace)
+                        await self._refusals.reject(verdicts.rejected(case, found), case.grant, trace)
                     elif (refusal := await self._admit(case, accounts, trace)) is not None:
-                        await self._take_back(verdicts.rejected(case, refusal), case.grant, trace)
+                        await self._refusals.take_back(verdicts.rejected(case, refusal), case.grant, trace)
                     return
             except Unwanted:
                 return  # its cancel, which waits for this, tells so
@@ -383,9 +360,9 @@ class Admission:
         refusal = Refusal(Reason.CONFLICT, *conflict(case.request))
         if first.request_id != case.request.request_id:
             refused, _ = cases.refuse(case, "idempotency", refusal)
-            await self._reject(verdicts.rejected(refused, refusal), case.grant, trace)
+            await self._refusals.reject(verdicts.rejected(refused, refusal), case.grant, trace)
         elif first.reply != case.grant.reply:
-            await self._tell(verdicts.rejected(case, refusal), case.grant, trace)
+            await self._refusals.tell(verdicts.rejected(case, refusal), case.grant, trace)
         else:  # a refusal would end the first's stream
             log.warning("another request has this id", request_id=first.request_id, tenant=case.grant.tenant)
         return True
@@ -393,11 +370,11 @@ class Admission:
     async def _repeat(self, case: Case, verdict: Verdict, trace: Headers) -> None:
         """What was decided of this record before a crash, told again; its work is the same, and goes to the same place."""
         if isinstance(verdict, InferenceRejected):
-            return await self._reject(verdict, case.grant, trace)
+            return await self._refusals.reject(verdict, case.grant, trace)
         version = self._world.models.version(verdict.model, verdict.version)
         if version is None:
             refusal = Refusal(Reason.MODEL_NOT_FOUND, f"The model `{verdict.model}` is gone.", "model")
-            return await self._take_back(verdicts.rejected(case, refusal), case.grant, trace)
+            return await self._refusals.take_back(verdicts.rejected(case, refusal), case.grant, trace)
         until_s = time.monotonic() + RETRIED_S
         while True:
             try:
@@ -406,7 +383,7 @@ class Admission:
             except HeadraceError as error:
                 if not error.retriable:
                     refusal = Refusal(error.reason, error.message, error.param)
-                    return await self._take_back(verdicts.rejected(case, refusal), case.grant, trace)
+                    return await self._refusals.take_back(verdicts.rejected(case, refusal), case.grant, trace)
                 if error.reason is not Reason.OVERLOADED or _over(verdict, until_s):
                     log.warning("its work can't be sent again", request_id=verdict.request_id, reason=error.message)
                     return None
@@ -451,7 +428,7 @@ class Admission:
             refusal = Refusal(Reason.INTERNAL_ERROR, Reason.INTERNAL_ERROR.text)
             rejected = verdicts.rejected(self._case(record, grant, request), refusal)
             with contextlib.suppress(NoSuchPartition, RecordTooLarge):
-                await self._take_back(rejected, grant, child(record.headers))
+                await self._refusals.take_back(rejected, grant, child(record.headers))
 
     async def _admit(self, case: Case, accounts: Accounts, trace: Headers) -> Refusal | None:
         """No pause between the checks and the reservation: the next request is judged with it."""
@@ -497,31 +474,12 @@ class Admission:
         await self._repeats.remember(admitted, accounts, trace)
         return None
 
-    async def _tell(self, rejected: InferenceRejected, grant: cases.Grant, trace: Headers) -> None:
-        """A refusal for the caller alone: the request of that id goes on."""
-        await deliver(self._producer, [reply_to(grant.reply, rejected, rejected.request_id)], trace)
-
-    async def _reject(
-        self, rejected: InferenceRejected, grant: cases.Grant, trace: Headers, *more: InferenceFailed
-    ) -> None:
-        # A name that a caller made up is no label: their number has no limit.
-        model = rejected.model if self._world.stable(rejected.model) is not None else ""
-        metrics.REQUESTS.labels(model, "", rejected.tier, rejected.reason).inc()
-        records = [reply_to(grant.reply, rejected, rejected.request_id)]
-        records += [reply_to(grant.reply, event, rejected.request_id) for event in more]
-        records.append(Outgoing(LIFECYCLE, rejected, rejected.tenant))
-        await deliver(self._producer, records, trace)
-
-    async def _take_back(self, rejected: InferenceRejected, grant: cases.Grant, trace: Headers) -> None:
-        """Refuse what may be let in already. A refusal takes nothing back; the ending after it does, unless a worker has begun."""
-        await self._reject(rejected, grant, trace, verdicts.taken_back(rejected))
-
     # --- everything else ---------------------------------------------------------------------------------------------
 
     async def _cancel(self, record: Record, grant: Grant, event: InferenceCancelled) -> None:
         refusal = rules.cancel_refusal(event, grant, self._settings.tier, record.timestamp)
         if refusal is not None:
-            return await self._bury(record, refusal.reason, refusal.message)
+            return await self._refusals.bury(record, refusal.reason, refusal.message)
         waiting = self._turnstile.holds(grant.tenant, event.request_id)
         waited = await self._decided(grant.tenant, event.request_id)
         reply = waiting.reply if waiting is not None else await self._reply_of(record, grant, event)
@@ -559,9 +517,9 @@ class Admission:
                 requested_ms=record.timestamp,
                 source=position,
             )
-            await self._reject(rejected, grant, child(record.headers))
+            await self._refusals.reject(rejected, grant, child(record.headers))
         if not (valid and found.request_id):
-            await self._bury(record, fault.reason, fault.message)
+            await self._refusals.bury(record, fault.reason, fault.message)
 
     async def _in_its_partition(self, record: Record, grant: Grant) -> bool:
         return await self._partition_of(grant.tenant) in (record.partition, None)
@@ -576,18 +534,11 @@ class Admission:
         record = intake.record
         if intake.rekeyed:
             text = f"the record was sent on once and still isn't in the partition of its tenant on {record.topic}"
-            return await self._bury(record, Reason.INVALID_REQUEST, text)
+            return await self._refusals.bury(record, Reason.INVALID_REQUEST, text)
         headers = [*record.headers, (REKEYED_HEADER, str(record.partition).encode())]
         partition = await self._partition_of(grant.tenant)
         await (await self._producer.send_raw(record.topic, record.value, grant.tenant.encode(), partition, headers))
         return None
-
-    async def _bury(self, record: Record, reason: Reason, message: str, event: object = None) -> None:
-        log.warning(
-            "dead-lettered", topic=record.topic, partition=record.partition, offset=record.offset, reason=reason.value
-        )
-        text = message[: verdicts.MESSAGE_CHARS_MAX]
-        await dead_letter(self._producer, record, reason.value, text, PROCESS, event)
 
 
 @lru_cache(maxsize=TENANTS_MAX)
@@ -605,79 +556,3 @@ def _caused(
         return Outgoing(admitted.work_topic, work, work.request_id, admitted.work_partition)
     events, reply = stream(entry.answer, work, age_ms), work.reply
     return Together(reply.topic, events, work.request_id, reply.partition, reply.encoding)
-
-
-async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
-    """Run admission for one tier until `stop` is set. Raises what makes it impossible to go on."""
-    topic = requests_topic(settings.tier)
-    payloads = Payloads.of(settings)
-    producer, decoder = EventProducer(settings.kafka, PROCESS, payloads), EventDecoder(settings.kafka, payloads)
-    world, tokenizers = LiveWorld(settings.kafka), Tokenizers(settings.tokenise_threads)
-    ledgers = Ledgers(settings.kafka, settings.tier, producer, decoder)
-    world.ledgers = ledgers
-    lease = Lease(settings.session_timeout_ms)
-    parking = Parking(settings, producer) if settings.tier != INTERACTIVE else None
-    turnstile = Turnstile(world, settings.tier, settings.worker_stale_ms, parking)
-    cache = ResponseCache(settings, world, decoder)
-    admission = Admission(settings, producer, decoder, world, tokenizers, ledgers, lease, turnstile, cache)
-    group = f"admission.{settings.tier}"
-    shell = FaustShell(settings, topic, group, admission.handle, OPEN_MAX, lease, (ledgers, turnstile))
-    turnstile.reading = shell
-    if parking is not None:
-        parking.reading = shell
-    waiting: str | None = "connecting"
-
-    def wait(missing: str) -> None:
-        nonlocal waiting
-        waiting = missing
-
-    def not_ready() -> str | None:
-        return waiting or shell.not_ready or ledgers.not_ready or producer.failure or world.failure
-
-    ops = OpsServer(settings.ops_port, not_ready)
-    async with contextlib.AsyncExitStack() as cleanup:
-        await ops.start()
-        cleanup.push_async_callback(ops.stop)
-        cleanup.push_async_callback(payloads.close)
-        if not await until_reached(
-            settings.kafka, (topic, ledger_topic(settings.tier), idempotency_topic(settings.tier), *TOPICS), stop, wait
-        ):
-            return
-        wait("the directories aren't read yet")
-        await asyncio.gather(producer.start(), world.start())
-        cleanup.push_async_callback(producer.stop)
-        cleanup.push_async_callback(world.stop)
-        cache.start()
-        cleanup.push_async_callback(cache.stop)
-        cleanup.callback(tokenizers.close)
-        waiting = None
-        warm = [
-            asyncio.ensure_future(_warm(tokenizers, version)) for version in world.models.all() if has_text(version)
-        ]
-        await asyncio.gather(*warm)
-        await world.counts.learn(topic)
-        ledgers.start(shell.committed, lease)
-        cleanup.push_async_callback(ledgers.stop)
-        cleanup.push_async_callback(shell.stop)
-        cleanup.push_async_callback(ledgers.save_last)
-        if parking is not None:
-            cleanup.push_async_callback(parking.stop)
-        cleanup.callback(turnstile.close)
-        await shell.start()
-        log.info("admission runs", tier=settings.tier)
-        revoking = asyncio.create_task(Revocations(world, ledgers, producer, settings.tier).run(), name="revocations")
-        cleanup.callback(revoking.cancel)
-        stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
-        watched: list[asyncio.Future[Any]] = [shell.failed, revoking, *ledgers.tasks]
-        done, _ = await asyncio.wait([stopping, *watched], return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        for ended in done - {stopping}:
-            ended.result()
-
-
-async def _warm(tokenizers: Tokenizers, version: ModelVersionRegistered) -> None:
-    """A model whose tokenizer can't be read fails its own requests, not the tier."""
-    try:
-        await tokenizers.get(version)
-    except HeadraceError as error:
-        log.error("a tokenizer can't be read", model=version.model, version=version.version, message=error.message)

@@ -42,7 +42,7 @@ def test_every_command_is_told_apart_in_one_line() -> None:
         assert len(text) < 60
 
 
-@pytest.mark.parametrize("module", ["bridge.main", "streams.admission", "streams.endings", "streams.deadlines"])
+@pytest.mark.parametrize("module", ["bridge.main", "streams.admission_app", "streams.endings", "streams.deadlines"])
 def test_a_front_door_or_stream_imports_no_model_server(module: str) -> None:
     code = f"import sys, {module}, cli.processes; print([n for n in ('torch', 'vllm', 'transformers', 'onnxruntime') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

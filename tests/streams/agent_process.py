@@ -7,13 +7,13 @@ import sys
 
 from infra import process
 from infra.settings import AdmissionSettings, EndingsSettings, LifecycleSettings
-from streams import admission, deadlines, endings
+from streams import admission_app, deadlines, endings
 
 
 async def main(stop: asyncio.Event) -> None:
     match sys.argv[1]:
         case "admission":
-            await admission.run(AdmissionSettings.from_env(), stop)
+            await admission_app.run(AdmissionSettings.from_env(), stop)
         case "endings":
             await endings.run(EndingsSettings.from_env(), stop)
         case _:
