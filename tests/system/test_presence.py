@@ -152,7 +152,8 @@ def ask(stack: RunningStack, name: str) -> httpx.Response:
 def refused(stack: RunningStack, name: str) -> None:
     answer = ask(stack, name)
     assert answer.status_code == 429, answer.text
-    assert (answer.json()["error"]["code"], answer.headers["retry-after"]) == ("rate_limited", "1")
+    assert answer.json()["error"]["code"] == "rate_limited"
+    assert 1 <= int(answer.headers["retry-after"]) <= 60  # as long as an answer of this model takes, about
 
 
 def cancel(stack: RunningStack, name: str, request_id: str) -> None:
