@@ -26,24 +26,19 @@ __all__ = ["kafka", "kafka_broker", "magika_dir", "minilm_dir", "s3"]
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
 
-ALONE = tuple(
-    f"test_{name}.py"
-    for name in ["broker_trouble", "chaos", "chaos_plan", "payloads", "readiness", "secured", "tiers", "up"]
-)
-"""System tests that ask nothing of the stack the others share."""
-
 
 class Rooms(LoadScopeScheduling):  # type: ignore[misc]  # xdist is not fully typed
-    """Shares files out between the run's processes, each with a broker of its own, the longest first: the system's, which share stacks."""
+    """Shares files out between the run's processes, each with a broker of its own.
+
+    The system's go to one, and first: they take longest, share a stack, and two stacks at work beside each other are too much for two cores.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
-        if "/system/" not in file or file.endswith(ALONE):
-            return file
-        return "system, small models" if "/test_small_" in file or "/test_batch" in file else "system"
+        return "system" if "/system/" in file else file
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        first = max(self.workqueue, key=lambda scope: ("system" in scope, len(self.workqueue[scope])))
+        first = max(self.workqueue, key=lambda scope: (scope == "system", len(self.workqueue[scope])))
         self.workqueue.move_to_end(first, last=False)
         super()._assign_work_unit(node)
 

@@ -36,7 +36,7 @@ class RawCaller:
 
 def newest(bridge: RunningBridge, mark: str) -> str | None:
     """The request whose script carries the mark."""
-    for request_id, seen in list(bridge.responder.seen.items()):
+    for request_id, seen in bridge.responder.seen.copy().items():  # it grows meanwhile
         if any(mark in message.content for message in seen.event.messages or ()):
             return request_id
     return None

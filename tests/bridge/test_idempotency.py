@@ -196,7 +196,7 @@ async def test_what_tokens_no_longer_holds_comes_from_the_answers(bridge: Runnin
     _, events = await ask(other, lone, body(messages=script(tokens=["a", "b"]), **USAGE))
     await trim(other)
     keys = {lone, *(request.idempotency_key for request in with_key([InferenceRequested("", MODEL)] * 2, key))}
-    for name, seen in list(bridge.responder.seen.items()):
+    for name, seen in bridge.responder.seen.copy().items():
         if seen.event.idempotency_key in keys:
             text = seen.event.prompt or "ab"
             choices = (ChoiceAnswer(0, (0, 1), text, "stop"),)
@@ -236,7 +236,7 @@ async def test_the_repeats_own_id_leads_to_the_first(bridge: RunningBridge, othe
     key, given = new_key(), body(messages=script(mark="its own", tokens=["a", "b"]))
     first, events = await ask(bridge, key, given)
     await ask(other, key, given)
-    repeat = [name for name, seen in bridge.responder.seen.items() if seen.event.idempotency_key == key][-1]
+    repeat = [name for name, seen in bridge.responder.seen.copy().items() if seen.event.idempotency_key == key][-1]
     assert repeat != first.headers["x-request-id"]
     response, again = await resume(other, repeat)
     assert response.headers["x-request-id"] == first.headers["x-request-id"]
