@@ -42,7 +42,6 @@ from schemas.events import (
 from schemas.payloads import may_be_large
 from schemas.reasons import Reason
 from schemas.topics import (
-    CONTROL,
     INTERACTIVE,
     LIFECYCLE,
     REQUEST_MAX_BYTES,
@@ -57,7 +56,7 @@ from streams.intake import REKEYED_HEADER, Intake, read_record, salvage, shorten
 from streams.judge import Judge
 from streams.large import READ_WAIT_S, STORE_AWAY_TEXT, Claim, Large, Unread
 from streams.lease import Lease
-from streams.outbox import Outgoing, Together, deliver, reply_to
+from streams.outbox import Outgoing, Together, cut_short, deliver
 from streams.presence import Slots
 from streams.refusals import Refusals
 from streams.tokenizers import Tokenizers
@@ -485,10 +484,7 @@ class Admission:
         reply = waiting.reply if waiting is not None else await self._reply_of(record, grant, event)
         tier = self._settings.tier if reply is not None else ANY_TIER
         ending, word = verdicts.cancelled(event, grant, tier)
-        records = [
-            reply_to(reply or grant.reply, ending, ending.request_id),
-            Outgoing(CONTROL, word, word.request_id),
-        ]
+        records = cut_short(reply or grant.reply, ending, word)
         if waiting is not None and waited:
             told = verdicts.unwanted(event, grant.tenant, tier, waiting.model, waiting.source)
             records.append(Outgoing(LIFECYCLE, told, grant.tenant, record.partition))

@@ -26,7 +26,7 @@ from infra.settings import LifecycleSettings
 from infra.telemetry import OpsServer
 from schemas.topics import CONTROL, HOUR_MS, LIFECYCLE, SCHEMAS, TOKENS
 from streams import dead_letters
-from streams.outbox import Outgoing, deliver, reply_to
+from streams.outbox import cut_short, deliver
 from streams.payloads import sweep_regularly
 from streams.writes import Writes
 
@@ -129,11 +129,8 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
 
     async def _say(self, word: Word) -> None:
         ending = word.ending
-        records = [reply_to(word.reply, ending, ending.request_id)]
-        if word.cancel is not None:
-            records.append(Outgoing(CONTROL, word.cancel, word.cancel.request_id))
         try:
-            await deliver(self._producer, records)
+            await deliver(self._producer, cut_short(word.reply, ending, word.cancel))
         except NoSuchPartition as error:
             log.warning("a caller's partition is gone", request_id=ending.request_id, error=error.message)
         else:

@@ -53,10 +53,12 @@ def reply_to(reply: Reply, event: Event, request_id: str) -> Outgoing:
     return Outgoing(reply.topic, event, request_id, reply.partition, reply.encoding)
 
 
-def cut_short(reply: Reply | None, ending: InferenceFailed, word: InferenceCancelled) -> list[Outgoing]:
-    """What ends an open request from outside: its ending where its stream is, if that is known, and the word to all workers."""
-    told = [] if reply is None else [reply_to(reply, ending, ending.request_id)]
-    return [*told, Outgoing(CONTROL, word, word.request_id)]
+def cut_short(reply: Reply | None, ending: InferenceFailed, word: InferenceCancelled | None) -> list[Outgoing]:
+    """What ends an open request from outside: its ending where its stream is, if that is known, and the word to all workers, if they need it."""
+    records = [] if reply is None else [reply_to(reply, ending, ending.request_id)]
+    if word is not None:
+        records.append(Outgoing(CONTROL, word, word.request_id))
+    return records
 
 
 async def deliver(
