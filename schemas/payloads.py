@@ -79,6 +79,8 @@ def may_be_large(event: InferenceRequested | InferenceScheduled) -> bool:
     if isinstance(event, InferenceRequested):
         texts = [event.prompt or "", *(message.content for message in event.messages or ())]
         size += UTF8_BYTES_MAX * sum(map(len, texts))
+    if not (event.outputs or event.parameters or event.inputs):
+        return size > INLINE_MAX_BYTES
     names = [*event.outputs, *event.parameters, *event.parameters.values(), *(each.name for each in event.inputs or ())]
     size += UTF8_BYTES_MAX * sum(map(len, names))
     size += sum(len(tensor.data) for tensor in event.inputs or ())

@@ -1,7 +1,7 @@
 """A faster `__init__` for frozen dataclasses, which are made by hundreds for each request.
 
-The one that `dataclasses` makes goes through `object.__setattr__` by name, field by field. This one sets each slot by its own descriptor, which
-takes a third of the time. Nothing else changes: signature, defaults, and that they are frozen.
+The one that `dataclasses` makes goes through `object.__setattr__` by name, field by field. This one sets each slot by its own descriptor, or all
+fields at once where there are no slots, which takes a third of the time. Nothing else changes: signature, defaults, and that they are frozen.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _LATER = object()
 
 def quick(cls: C) -> C:
     """Decorates a frozen dataclass, from outside `@dataclass(…)`. Raises TypeError for what it can't make: `__post_init__`, fields that
-    aren't given to `__init__`, are given by name alone, or have no slot.
+    aren't given to `__init__`, are given by name alone, or belong to a class above it.
     """
     known: dict[str, Any] = {"_LATER": _LATER}
-    given, body = [], []
+    given, values = [], {}
+    slots = "__slots__" in cls.__dict__
     for field in dataclasses.fields(cls):
-        slot = cls.__dict__.get(field.name)
-        if hasattr(cls, "__post_init__") or not field.init or field.kw_only or not hasattr(slot, "__set__"):
+        plain = hasattr(cls.__dict__.get(field.name), "__set__") if slots else "__dict__" in cls.__dict__
+        if hasattr(cls, "__post_init__") or not field.init or field.kw_only or not plain:
             raise TypeError(f"{cls.__name__}.{field.name} is not a plain field")
         name, value = field.name, field.name
-        known[f"_set_{name}"] = slot.__set__  # type: ignore[union-attr]
         if field.default_factory is not dataclasses.MISSING:
             known[f"_make_{name}"] = field.default_factory
             given.append(f"{name}=_LATER")
@@ -36,7 +36,13 @@ def quick(cls: C) -> C:
             given.append(f"{name}=_default_{name}")
         else:
             given.append(name)
-        body.append(f"  _set_{name}(self, {value})")
+        values[name] = value
+    if slots:
+        known |= {f"_set_{name}": cls.__dict__[name].__set__ for name in values}
+        body = [f"  _set_{name}(self, {value})" for name, value in values.items()]
+    else:
+        known["_set_fields"] = cls.__dict__["__dict__"].__set__
+        body = [f"  _set_fields(self, {{{', '.join(f'{name!r}: {value}' for name, value in values.items())}}})"]
     text = "\n".join(
         [f"def make({', '.join(known)}):", f" def __init__(self, {', '.join(given)}):", *body, " return __init__"]
     )

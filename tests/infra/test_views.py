@@ -220,3 +220,21 @@ async def test_workers_by_their_last_report(kafka: KafkaSettings, producer: Even
     await (await producer.send_raw(WORKERS, None, two.encode()))
     assert await directory.until(lambda: not directory.serving(model, "1"), WAIT_S)
     await directory.stop()
+
+
+async def test_a_start_takes_as_long_as_that_of_the_worker_that_began_last(
+    kafka: KafkaSettings, producer: EventProducer
+) -> None:
+    """Whichever of them reported last, and when none is left."""
+    model = uuid.uuid4().hex
+    earlier = replace(report("earlier", model), started_ms=1_000, start_up_ms=90_000)
+    later = replace(report("later", model), started_ms=2_000, start_up_ms=5_000)
+    for told in (earlier, later, earlier, replace(later, state="stopped"), replace(earlier, state="stopped")):
+        await producer.send_and_wait(WORKERS, told, key=f"{model}-{told.worker_id}")
+    directory = WorkerDirectory(kafka)
+    await directory.start()
+
+    assert directory.serving(model, "1") == ()
+    assert directory.start_up_ms(model, "1") == later.start_up_ms
+    assert directory.start_up_ms(model, "2") is None
+    await directory.stop()

@@ -13,7 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.avro_code import _LONGS, MISFITS, VARINTS_KEPT, WORD_CHARS_MAX, WORDS_KEPT, _Words, long_form
+from schemas.avro_code import (
+    _LONGS,
+    LONGS_KEPT,
+    MISFITS,
+    SENTENCE_BYTES_MAX,
+    TIMES_KEPT,
+    VARINTS_KEPT,
+    WORD_CHARS_MAX,
+    WORDS_KEPT,
+    _Sentences,
+    _Words,
+    long_form,
+)
 from schemas.avro_form import reader
 from schemas.codec import (
     _TYPES,
@@ -111,7 +123,10 @@ def test_of_the_forms_of_large_integers_only_so_many_are_kept() -> None:
         out = io.BytesIO()
         fastavro.schemaless_writer(out, "long", number << 40)
         assert long_form(number << 40) == out.getvalue()
+        assert long_form(number << 40) == out.getvalue(), "as it is remembered, too"
     assert len(_LONGS._high) <= VARINTS_KEPT
+    assert len(_LONGS._times) <= TIMES_KEPT
+    assert sum(value >= LONGS_KEPT for value in _LONGS) <= TIMES_KEPT
 
 
 def test_of_short_strings_only_so_many_are_kept_and_of_long_ones_none() -> None:
@@ -122,6 +137,17 @@ def test_of_short_strings_only_so_many_are_kept_and_of_long_ones_none() -> None:
     for text in ("é" * WORD_CHARS_MAX, "é" * (WORD_CHARS_MAX + 1), ""):
         event = InferenceRequested(text, text)
         assert CODEC.decode(encode(event)) == event
+
+
+def test_of_records_of_short_strings_only_so_many_are_kept_and_of_long_ones_none() -> None:
+    sentences = _Sentences()
+    for number in range(2 * WORDS_KEPT):
+        words = f"é{number}", "", "x"
+        assert sentences[words] == b"".join(long_form(len(word.encode())) + word.encode() for word in words)
+    assert len(sentences) <= WORDS_KEPT
+    kept = len(sentences)
+    assert len(sentences["é" * SENTENCE_BYTES_MAX, "x"]) > SENTENCE_BYTES_MAX
+    assert len(sentences) == kept
 
 
 def test_a_value_that_the_made_code_cannot_write_goes_the_generic_way() -> None:

@@ -13,9 +13,10 @@ from schemas.events import EVENT_TYPES, InferenceRequested, Sampling
 from schemas.quick import quick
 
 
-def test_arguments_and_defaults_are_the_same() -> None:
+@pytest.mark.parametrize("slots", [True, False])
+def test_arguments_and_defaults_are_the_same(slots: bool) -> None:
     @quick
-    @dataclass(frozen=True, slots=True)
+    @dataclass(frozen=True, slots=slots)  # type: ignore[literal-required]
     class Made:
         first: int
         second: str = "two"
@@ -47,8 +48,11 @@ def test_a_part_is_made_anew_for_each_event() -> None:
 
 def test_what_it_cannot_make_is_told() -> None:
     @dataclass(frozen=True)
-    class NoSlots:
+    class Above:
         first: int
+
+    class Inherits(Above):
+        pass
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class ByName:
@@ -61,6 +65,6 @@ def test_what_it_cannot_make_is_told() -> None:
         def __post_init__(self) -> None:
             raise AssertionError
 
-    for cls in (NoSlots, ByName, Checks):
+    for cls in (Inherits, ByName, Checks):
         with pytest.raises(TypeError, match="first is not a plain field"):
             quick(cls)

@@ -90,11 +90,10 @@ class _Broker(EmbeddedKafka):
 
     scram_users: Mapping[str, str] = MappingProxyType({})
 
-    def _java(self, jars: list[Path], main: str, *arguments: str) -> list[str]:
-        if main == "kafka.tools.StorageTool":
-            for user, password in self.scram_users.items():
-                arguments += ("--add-scram", f"{SCRAM}=[name={user},password={password}]")
-        return super()._java(jars, main, *arguments)
+    def _format(self, java: list[str], properties: Path, *more: str) -> None:
+        for user, password in self.scram_users.items():
+            more += ("--add-scram", f"{SCRAM}=[name={user},password={password}]")
+        super()._format(java, properties, *more)
 
 
 @dataclass
