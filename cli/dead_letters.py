@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ def _which(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(slots=True)
 class Letter:
-    """A dead letter, by its offset, or the first one's if its record was put aside more than once.
+    """A dead letter, by its offset, or the first one's if its record was put aside more than once: then `others` are the later ones.
 
     Its event's value is kept only where it was asked for; `settled` says what was done about it.
     """
@@ -53,6 +53,13 @@ class Letter:
     at_ms: int
     event: RecordDeadLettered
     settled: DeadLetterSettled | None = None
+    others: list[int] = field(default_factory=list)
+
+    @property
+    def same(self) -> str:
+        """That its record has more letters; empty if it hasn't."""
+        numbers = ", ".join(map(str, self.others))
+        return f"the record of {numbers}, too: it was put aside {1 + len(self.others)} times" if self.others else ""
 
     @property
     def state(self) -> str:
@@ -65,6 +72,7 @@ class Letter:
         out = {"id": self.number, "at_ms": self.at_ms, "state": self.state, "topic": event.topic}
         out |= {"partition": event.partition, "offset": event.offset, "key": plain(event.key)}
         out |= {"reason": event.reason, "message": event.message, "process": event.process}
+        out |= {"others": self.others} if self.others else {}
         return out | ({"request_id": self.settled.request_id} if self.settled and self.settled.request_id else {})
 
 
@@ -96,7 +104,7 @@ def list_(topic: str | None, reason: str | None, everything: bool, as_json: bool
 @click.argument("letter", type=click.IntRange(0), metavar="ID")
 @JSON
 def show(letter: int, as_json: bool) -> None:
-    """One letter whole: the record as it was, without its grant."""
+    """One letter whole: the record as it was, without its grant. A record that was put aside more than once has one letter, under any of its numbers."""
     found, record = run_async(_record(kafka_settings(), letter))
     if as_json:
         value = record.as_json()
@@ -106,6 +114,7 @@ def show(letter: int, as_json: bool) -> None:
         )
         return
     out, event = console(), found.event
+    out.print(f"letter {found.number}" + (f", {found.same}" if found.same else ""))
     out.print(f"{event.topic}:{event.partition} offset {event.offset}, written {_time(event.timestamp_ms)}")
     out.print(f"put aside by {event.process} at {_time(found.at_ms)}: {event.reason}: {event.message}")
     out.print(
@@ -168,31 +177,36 @@ def _settle(
     async def work() -> list[dict[str, Any]]:
         settings = kafka_settings()
         found = await _chosen(settings, topic, reason, everything=bool(numbers), keep=None if everything else numbers)
-        if numbers:
-            found = _these(found, numbers)
-        return await act(found)
+        return await act(_these(found, numbers) if numbers else found)
 
     outcomes = run_async(work())
     for outcome in outcomes:
         if as_json:
             print_json(outcome)
         else:
-            more = outcome.get("error") or outcome.get("request_id") or ""
-            console().print(f"{outcome['id']}: {outcome['state']}{': ' + more if more else ''}")
+            console().print(_told(outcome))
     if not outcomes and not as_json:
         console().print("No dead letters are open.")
     if any("error" in outcome for outcome in outcomes):
         raise click.exceptions.Exit(1)
 
 
+def _told(outcome: dict[str, Any]) -> str:
+    more = outcome.get("error") or outcome.get("request_id") or ""
+    others = ", ".join(map(str, outcome.get("others", ())))
+    with_them = f" (with {others}, of the same record)" if others else ""
+    return f"{outcome['id']}: {outcome['state']}{with_them}{': ' + more if more else ''}"
+
+
 def _these(found: list[Letter], numbers: Collection[int]) -> list[Letter]:
-    known = {letter.number: letter for letter in found}
+    """The letters with these numbers, each once, whichever of its numbers is given."""
+    known = {number: letter for letter in found for number in (letter.number, *letter.others)}
     for number in numbers:
         if number not in known:
             raise _unknown(number)
         if (state := known[number].state) != OPEN:
             raise HeadraceError(Reason.CONFLICT, f"dead letter {number} was {state} already")
-    return [known[number] for number in dict.fromkeys(numbers)]
+    return list({known[number].number: known[number] for number in numbers}.values())
 
 
 def _unknown(number: int) -> HeadraceError:
@@ -221,9 +235,15 @@ async def _chosen(
         except Undecodable:
             continue
         if isinstance(event, RecordDeadLettered):
+            wanted = keep is None or record.offset in keep
             if letters.hear(record.offset, event):
-                kept = event if keep is None or record.offset in keep else replace(event, value=None)
+                kept = event if wanted else replace(event, value=None)
                 found[record.offset] = Letter(record.offset, record.timestamp, kept)
+                continue
+            first = found[letters.number(record.offset)]
+            first.others.append(record.offset)
+            if wanted:
+                first.event = replace(first.event, value=event.value)
         elif isinstance(event, DeadLetterSettled) and (number := letters.number(event.letter)) in found:
             found[number].settled = event
     return [
@@ -240,7 +260,7 @@ async def _record(settings: KafkaSettings, number: int) -> tuple[Letter, Read]:
     from infra.log import EventDecoder
 
     found = await _chosen(settings, None, None, everything=True, keep=(number,))
-    letter = next((letter for letter in found if letter.number == number), None)
+    letter = next((letter for letter in found if number in (letter.number, *letter.others)), None)
     if letter is None:
         raise _unknown(number)
     return letter, await _read(letter, EventDecoder(settings))

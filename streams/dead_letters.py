@@ -22,6 +22,7 @@ from infra import metrics
 from infra.dead_letters import dead_letter
 from infra.kafka import Batching, make_consumer, stop_consumer
 from infra.log import EventDecoder, EventProducer, RecordTooLarge
+from infra.positions import handed_out, since
 from infra.reach import until_reached
 from infra.settings import LifecycleSettings
 from schemas.errors import HeadraceError, Undecodable
@@ -57,6 +58,7 @@ class Clerk(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no
         self._decoder = decoder
         self._judged: dict[TopicPartition, int] = {}
         self._committed: dict[TopicPartition, int] = {}
+        self._begun: set[TopicPartition] = set()
         self._unyielded = 0
 
     # --- partitions come and go --------------------------------------------------------------------------------------
@@ -69,6 +71,7 @@ class Clerk(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no
             log.info("not committed; the next owner judges it again", error=type(error).__name__)
         finally:
             for place in list(revoked):
+                self._begun.discard(place)
                 self._judged.pop(place, None)
                 self._committed.pop(place, None)
 
@@ -76,14 +79,15 @@ class Clerk(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no
         """Begin where the group was; where it never was, not at the very beginning of what is written for each request."""
         long = [place for place in assigned if place.topic in (LIFECYCLE, ANSWERS)]
         new = [place for place in long if await self._consumer.committed(place) is None]
-        if not new:
-            return
-        since_ms = int(time.time() * 1000) - READ_BACK_MS
-        found = await self._consumer.offsets_for_times(dict.fromkeys(new, since_ms))
-        ends = await self._consumer.end_offsets(new)
+        if new:
+            await self._begin(new)
+        self._begun.update(assigned)
+
+    async def _begin(self, new: list[TopicPartition]) -> None:
+        recent = await since(self._consumer, new, int(time.time() * 1000) - READ_BACK_MS)
         for place in new:
             if place in self._consumer.assignment():
-                self._consumer.seek(place, ends[place] if found.get(place) is None else found[place].offset)
+                self._consumer.seek(place, recent[place].start)
 
     # --- records -----------------------------------------------------------------------------------------------------
 
@@ -97,6 +101,12 @@ class Clerk(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has no
                 raise outcome
         if place in self._consumer.assignment():
             self._judged[place] = records[-1].offset + 1
+
+    def pass_over(self) -> None:
+        """To be told when all that was read was taken: what wasn't handed out by now, since no client can read it, is judged."""
+        for place, position in handed_out(self._consumer).items():
+            if place in self._begun and position > self._judged.get(place, 0):
+                self._judged[place] = position
 
     async def _judge(self, record: ConsumerRecord) -> tuple[HeadraceError | None, Event | None]:
         """Why a record is put aside, and what it holds, if that can be read. Raises HeadraceError (unavailable) if its schema can't be looked up at present."""
@@ -181,6 +191,7 @@ async def _read(
             batching.heard(consumer, bool(batches))
             for place, records in batches.items():
                 await clerk.take(place, records)
+            clerk.pass_over()
             if time.monotonic() - committed_s >= settings.commit_interval_ms / 1000:
                 committed_s = time.monotonic()
                 await clerk.commit()

@@ -26,6 +26,7 @@ from infra.kafka import Batching, make_consumer
 from infra.log import EventDecoder, EventProducer, Headers, RecordTooLarge
 from infra.objects import StoreAway
 from infra.payloads import Payloads
+from infra.positions import handed_out, since
 from infra.reach import until_reached
 from infra.settings import EndingsSettings
 from infra.telemetry import OpsServer
@@ -99,8 +100,7 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
             self.writes.fail(error)
 
     async def _open(self, partitions: list[TopicPartition]) -> None:
-        since_ms = int(time.time() * 1000) - READ_BACK_MS
-        found = await self._consumer.offsets_for_times(dict.fromkeys(partitions, since_ms)) if partitions else {}
+        recent = await since(self._consumer, partitions, int(time.time() * 1000) - READ_BACK_MS)
         firsts = await self._consumer.beginning_offsets(partitions) if partitions else {}
         for partition in partitions:
             committed = await self._consumer.committed(partition)
@@ -110,8 +110,7 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
                 self._committed.clear()
                 return
             aloud_from = committed if committed is not None else firsts[partition]
-            recent = found.get(partition)
-            start = min(aloud_from, recent.offset if recent is not None else aloud_from)
+            start = min(aloud_from, recent[partition].start)
             self._tables[partition] = FoldTable(
                 partition.topic, partition.partition, aloud_from, self._settings.remember_ms
             )
@@ -138,6 +137,12 @@ class Endings(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka has 
                 self._fold(table, record, event, fault)
         self._begin_told()
         self._bound()
+
+    def pass_over(self) -> None:
+        """To be told after `take`: what wasn't handed out by now, since no client can read it, is done."""
+        for partition, position in handed_out(self._consumer).items():
+            if (table := self._tables.get(partition)) is not None:
+                table.skip(position - 1)
 
     def _fold(self, table: FoldTable, record: ConsumerRecord, event: Event | None, fault: Undecodable | None) -> None:
         """Without a pause: once a record counts as passed, the writes that it causes are begun, or known as told."""
@@ -336,6 +341,7 @@ async def _read(
         batches = await consumer.getmany(timeout_ms=POLL_MS, max_records=settings.poll_records_max)
         batching.heard(consumer, bool(batches))
         await endings.take(batches)
+        endings.pass_over()
 
 
 async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:

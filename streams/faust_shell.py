@@ -30,7 +30,7 @@ from schemas.quick import quick
 from schemas.reasons import Reason
 from schemas.topics import INTERACTIVE
 from streams import faust_transport
-from streams.faust_transport import Message
+from streams.faust_transport import Message, Unreadable
 from streams.lease import Lease
 
 START_S_MAX = 60.0
@@ -320,7 +320,10 @@ class FaustShell:
                 came.append(queue.get_nowait())
             # At once: whatever waits for a slot when its partition is taken away must not be acked either.
             for record, done in [(message.record, self._note(message)) for message in came if self._is_ours(message)]:
-                await self._begin(record, done)
+                if isinstance(record, Unreadable):
+                    done()
+                else:
+                    await self._begin(record, done)
             await asyncio.sleep(0)  # what began gets on meanwhile
 
     def _no_more(self, taking: asyncio.Task[None]) -> None:

@@ -22,6 +22,7 @@ from faust.types import TP
 from mode.utils.futures import maybe_async
 
 from infra.kafka import GroupedFetch
+from infra.positions import handed_out
 
 FETCH_WAIT_MS = 250
 POLL_S = 1.0
@@ -40,6 +41,16 @@ class Message:
         self.offset: int = record.offset
         self.generation_id = generation_id
         self.acked = False
+
+
+class Unreadable:
+    """In a record's place: up to this offset stands what no client can read."""
+
+    __slots__ = ("offset", "topic")
+
+    def __init__(self, topic: str, offset: int) -> None:
+        self.topic = topic
+        self.offset = offset
 
 
 class OneLoopConsumerThread(AIOKafkaConsumerThread):  # type: ignore[misc]  # Faust is not analysed
@@ -92,6 +103,7 @@ class OneLoopConsumer(Consumer):  # type: ignore[misc]
         super().__init__(*args, **options)
         self._grouped = GroupedFetch(FETCH_WAIT_MS)
         self._places: dict[Any, tuple[TP, Callable[[], None], Callable[[], None]]] = {}
+        self._handed_on: dict[TP, tuple[int, int]] = {}
 
     def _new_consumer_thread(self) -> Any:
         return OneLoopConsumerThread(self, loop=self.loop, beacon=self.beacon)
@@ -136,29 +148,58 @@ class OneLoopConsumer(Consumer):  # type: ignore[misc]
 
     async def _hand_on(self, records: Any, active: Any, generation_id: int) -> None:
         """Into the queue, as long as nothing changes that makes them come again."""
-        queue, app, read = self.transport.queue, self.app, self._read_offset
+        app, read = self.app, self._read_offset
         for partition, record in self.scheduler.iterate(records):
             if not self.flow_active or self.should_stop or app.consumer_generation_id != generation_id:
                 return
-            tp, on_high, on_drop = self._places.get(partition) or self._place(partition)
+            tp = (self._places.get(partition) or self._place(partition))[0]
             if tp not in active and tp not in self._buffered_partitions:
                 continue
             offset, before = record.offset, read[tp]
             if before is not None and offset < before:
                 continue
-            if before and offset - before > 1:  # retention removed what lay between
+            if before is not None and offset - before > 1:  # retention removed what lay between
                 await self._add_gap(tp, before + 1, offset - 1)
                 if not self.flow_active or app.consumer_generation_id != generation_id:
                     return
-            message = Message(tp, record, generation_id)
-            if queue.full():
-                put = asyncio.ensure_future(queue.put(message))
-                await asyncio.wait([put])
-                if put.cancelled() or app.consumer_generation_id != generation_id:  # by a rebalance
-                    return
-            else:
-                queue.put_nowait_enhanced(message, on_pressure_high=on_high, on_pressure_drop=on_drop)
+            if not await self._put(partition, Message(tp, record, generation_id)):
+                return
             read[tp] = offset
+            self._handed_on[tp] = generation_id, offset + 1
+        await self._pass_over(active, generation_id)
+
+    async def _put(self, partition: Any, message: Message) -> bool:
+        """Into the queue, unless a rebalance comes between."""
+        queue, (_, on_high, on_drop) = self.transport.queue, self._places.get(partition) or self._place(partition)
+        if not queue.full():
+            queue.put_nowait_enhanced(message, on_pressure_high=on_high, on_pressure_drop=on_drop)
+            return True
+        put = asyncio.ensure_future(queue.put(message))
+        await asyncio.wait([put])
+        return not put.cancelled() and bool(self.app.consumer_generation_id == message.generation_id)
+
+    async def _pass_over(self, active: Any, generation_id: int) -> None:
+        """All that was fetched is handed on. What wasn't among it, since no client can read it, is handed on as `Unreadable`, or its partition's end is
+        never committed.
+        """
+        for partition, fetched in handed_out(self._thread._consumer).items():  # noqa: SLF001
+            tp = TP(*partition)
+            generation, below = self._handed_on.get(tp, (generation_id, 0))
+            if generation != generation_id or not below:
+                below = self._committed_offset[tp] or 0
+            if tp not in active or fetched <= below:
+                continue
+            if not self.flow_active or self.should_stop or self.app.consumer_generation_id != generation_id:
+                return
+            position = handed_out(self._thread._consumer).get(partition, 0)  # noqa: SLF001 - what was handed on before took time
+            if position <= below:
+                continue
+            if below:  # else nothing is committed, and any offset will do
+                await self._add_gap(tp, below, position - 2)
+            if not await self._put(partition, Message(tp, Unreadable(tp.topic, position - 1), generation_id)):
+                return
+            self._read_offset[tp] = position - 1
+            self._handed_on[tp] = generation_id, position
 
     async def _seek_back(self) -> None:
         """What was fetched while a rebalance began is fetched again."""
@@ -181,4 +222,4 @@ class OneLoopTransport(Transport):  # type: ignore[misc]
     queue: Any = None
 
 
-__all__ = ["Message", "OneLoopConsumer", "OneLoopTransport"]
+__all__ = ["Message", "OneLoopConsumer", "OneLoopTransport", "Unreadable"]

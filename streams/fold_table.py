@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from decisions import endings as rules
+from decisions.accounts import ANY_TIER
 from decisions.endings import CONTENT_BYTES_MAX, Ending, Facts
 from decisions.stream import NEW, Input, StreamState, fold
 from schemas.events import (
@@ -23,16 +24,22 @@ from schemas.events import (
     Position,
     TokensGenerated,
 )
+from schemas.reasons import Reason
 
 CLOSED_MAX = 500_000
 """Closed requests whose ids one partition remembers; of more, the oldest is forgotten."""
 
+LetIn = GenerationStarted | GenerationTakenOver | InferenceFailed
 Output = InferenceStarted | Ending | InferenceAnswered
+Owner = tuple[str, str]
+"""Tenant and tier: whose ledger has a request."""
 
 
 @dataclass(slots=True)
 class OpenRequest:
-    """One request that has not closed. `counted` is None once its content is larger than an answer may be."""
+    """One request that has not closed. `counted` is None once its content is larger than an answer may be. `others` have let the same id in, too,
+    as an event of each tells: theirs has no stream of its own.
+    """
 
     first_offset: int
     first_ms: int
@@ -41,14 +48,28 @@ class OpenRequest:
     has_started: bool = False
     counted: list[TokensGenerated] | None = field(default_factory=list)
     content_bytes: int = 0
+    others: dict[Owner, LetIn] = field(default_factory=dict)
+
+    @property
+    def owner(self) -> Owner:
+        """Whose ledger has it."""
+        return self.known.tenant, self.known.tier
 
 
 @dataclass(slots=True)
 class _Closed:
-    """When a request closed; `refused` is the reason of the refusal that did, until an ending was told of it."""
+    """When a request closed, why (of one that was only forgotten: None), and who was told its ending; nobody yet of a refused one."""
 
     closed_ms: int
-    refused: str | None = None
+    reason: str | None = None
+    told: set[Owner] = field(default_factory=set)
+
+
+def _let_in_by(event: LetIn) -> Owner | None:
+    """Whose request an event tells to have been let in: a worker has it, or its deadline has come, or its admission takes it back."""
+    if isinstance(event, InferenceFailed) and not event.if_not_started:
+        return None
+    return event.tenant, event.tier
 
 
 class FoldTable:
@@ -90,23 +111,42 @@ class FoldTable:
             return self._late(closed, event)
         request = self.open.get(request_id) or OpenRequest(offset, timestamp_ms)
         request.state, counts = fold(request.state, event)
+        if isinstance(event, LetIn) and request_id in self.open:
+            self._note_other(request, event)
         if not counts:
             return []  # a request of which nothing has counted isn't worth a place in the table
         self.open[request_id] = request
         request.known = rules.facts(request.known, event)
         outputs = self._outputs(request, event, offset)
         if request.state.closed is not None:
-            refused = event.reason if isinstance(event, InferenceRejected) else None
-            self._close(request_id, timestamp_ms, refused)
+            outputs += self._end(request, timestamp_ms, event)
         return outputs if self._aloud else []
 
-    def _late(self, closed: _Closed, event: Input) -> list[Output]:
-        """What comes for a stream that a refusal has closed: somebody let the request in, too, and waits for its ending."""
-        if closed.refused is None or not isinstance(event, GenerationStarted | GenerationTakenOver | InferenceFailed):
+    def _note_other(self, request: OpenRequest, event: LetIn) -> None:
+        """It has begun on another tier, too, or its deadline there has come."""
+        owner = _let_in_by(event)
+        if owner is not None and owner != request.owner:
+            request.others.setdefault(owner, event)
+
+    def _end(self, request: OpenRequest, timestamp_ms: int, event: Input) -> list[Output]:
+        """A request has closed; the endings of others that let the same id in."""
+        if isinstance(event, InferenceRejected):
+            self._close(event.request_id, timestamp_ms, event.reason)
             return []
-        ended = rules.refused(event, closed.refused)
-        closed.refused = None
-        return [ended] if self._aloud else []
+        self._close(event.request_id, timestamp_ms, Reason.CONFLICT.value, {request.owner, *request.others})
+        return [rules.refused(other, Reason.CONFLICT.value) for other in request.others.values()]
+
+    def _late(self, closed: _Closed, event: Input) -> list[Output]:
+        """What comes for a stream that has closed by a refusal, or for another: somebody let the request in, too, and waits for its ending."""
+        if closed.reason is None or not isinstance(event, LetIn):
+            return []
+        if closed.told and _let_in_by(event) is None:
+            return []
+        owner = event.tenant, event.tier
+        if owner in closed.told or (event.tenant, ANY_TIER) in closed.told:
+            return []
+        closed.told.add(owner)
+        return [rules.refused(event, closed.reason)] if self._aloud else []
 
     def _outputs(self, request: OpenRequest, event: Input, offset: int) -> list[Output]:
         match event:
@@ -164,9 +204,11 @@ class FoldTable:
             self._close(next(iter(self.open)), timestamp_ms)
         return dropped
 
-    def _close(self, request_id: str, timestamp_ms: int, refused: str | None = None) -> None:
+    def _close(
+        self, request_id: str, timestamp_ms: int, reason: str | None = None, told: set[Owner] | None = None
+    ) -> None:
         self.content_bytes -= self.open.pop(request_id).content_bytes
-        self._closed[request_id] = _Closed(timestamp_ms, refused)
+        self._closed[request_id] = _Closed(timestamp_ms, reason, told or set())
         if len(self._closed) > CLOSED_MAX:
             self._closed.popitem(last=False)
 

@@ -25,6 +25,7 @@ from aiokafka.errors import (
 from decisions import window as rules
 from decisions.window import Window
 from infra.kafka import make_consumer
+from infra.positions import handed_out
 from infra.settings import WorkerSettings
 from workers.assignor import new_assignor
 
@@ -151,7 +152,11 @@ class Group:
                 pass
             return []
         batches = await self._consumer.getmany(*rooms, timeout_ms=FETCH_WAIT_MS, max_records=min(rooms.values()))
-        return [taken for tp, records in batches.items() for taken in self._take(tp, records)]
+        taken = [taken for tp, records in batches.items() for taken in self._take(tp, records)]
+        for tp, position in handed_out(self._consumer).items():
+            if (held := self.held.get(tp)) is not None:  # what wasn't handed out by now no client can read
+                held.window = rules.pass_over(held.window, position)
+        return taken
 
     def _room_of(self, held: Held) -> int:
         return rules.room(held.window, self._records, self._settings.window_bytes)

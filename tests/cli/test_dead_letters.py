@@ -136,7 +136,31 @@ def test_a_record_that_was_put_aside_twice_is_one_letter(run: Run, kafka: KafkaS
     run("dead-letters", "drop", str(one["id"]))
     put_aside(kafka, replace(first))
     assert [letter["id"] for letter in listed(run, topic)] == [other["id"]], "what is dropped stays dropped"
-    run("dead-letters", "show", str(one["id"] + 1), fails="no dead letter")
+
+
+def test_a_letter_is_found_by_any_of_its_numbers(run: Run, kafka: KafkaSettings, topic: str) -> None:
+    """Whoever follows `dead-letters` sees them all."""
+    tenant = f"t{secrets.token_hex(4)}"
+    run("tenants", "create", tenant)
+    junk, work = Raw(topic, b"junk"), Raw(topic, scheduled(tenant))
+    put_aside(kafka, junk, replace(junk), replace(junk), work, replace(work))
+    one, other = listed(run, topic)
+    assert one["others"] == [one["id"] + 1, one["id"] + 2]
+    first, *later = (str(number) for number in (one["id"], *one["others"]))
+    for number in (first, *later):
+        whole = json.loads(run("dead-letters", "show", number, "--json").stdout)
+        assert (whole["id"], whole["others"], whole["value"]) == (one["id"], one["others"], "anVuaw==")
+        told = " ".join(run("dead-letters", "show", number).stdout.split())
+        assert f"letter {first}, the record of {', '.join(later)}, too: it was put aside 3 times" in told
+    dropped = run("dead-letters", "drop", later[1], later[0]).stdout
+    assert " ".join(dropped.split()) == f"{first}: dropped (with {', '.join(later)}, of the same record)"
+    assert [letter["id"] for letter in listed(run, topic)] == [other["id"]]
+    for number in (first, *later):
+        run("dead-letters", "drop", number, fails=f"{number} was dropped already")
+    asked = json.loads(run("dead-letters", "retry", str(other["others"][0]), "--json").stdout)
+    assert (asked["id"], asked["state"]) == (other["id"], "retried")
+    _, request = asyncio.run(found_request(kafka, "batch", asked["request_id"]))
+    assert request.prompt_token_ids == (1, 2)
 
 
 def test_a_letter_of_another_topic_is_shown_and_dropped_and_not_written_again(run: Run, kafka: KafkaSettings) -> None:

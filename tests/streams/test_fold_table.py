@@ -195,6 +195,34 @@ def test_who_let_in_what_another_refused_is_told_its_ending_once(word: Input) ->
     assert not given_table.open
 
 
+def of_batch(attempt: Attempt = B) -> GenerationStarted:
+    return replace(started(attempt=attempt), tier="batch")
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_another_tier_that_let_the_same_id_in_is_told_an_ending_of_its_own_once(at: int) -> None:
+    """Its work begins while the stream goes on, or when that has ended."""
+    log: list[Input] = [started(), tokens(), completed()]
+    log.insert(at, of_batch())
+    begun, *endings = apply(table(), *log, of_batch(A), replace(cancel(), if_not_started=True, tier="batch"))
+    told = {type(ending).__name__: ending for ending in endings}
+    assert (type(begun), len(endings), set(told)) == (
+        InferenceStarted,
+        3,
+        {"InferenceCompleted", "InferenceAnswered", "InferenceFailed"},
+    )
+    other = told["InferenceFailed"]
+    assert isinstance(other, InferenceFailed)
+    assert (other.tier, other.reason, other.usage, other.source) == ("batch", "conflict", Usage(0, 0), "admission")
+
+
+def test_what_was_only_forgotten_is_told_no_ending() -> None:
+    given_table = table()
+    apply(given_table, started())
+    given_table.drop_beyond(0, 0)
+    assert apply(given_table, started(attempt=B), of_batch(), first=1) == []
+
+
 def test_a_late_refusal_of_what_has_begun_is_told_to_nobody() -> None:
     refusal = InferenceRejected("r", "acme", "m", "interactive", "rate_limited", "too much")
     outputs = apply(table(), started(), tokens(), refusal, completed())

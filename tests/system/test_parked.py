@@ -109,7 +109,7 @@ def partition(name: str) -> int:
 
 
 async def is_committed(stack: RunningStack, name: str) -> bool:
-    """Whether admission is done with all of a tenant's partition. In others there may be what no client can read: nobody commits that."""
+    """Whether admission is done with all of a tenant's partition."""
     consumer, admin, topic = make_consumer(stack.kafka), make_admin(stack.kafka), requests_topic(BATCH)
     await asyncio.gather(consumer.start(), admin.start())
     try:

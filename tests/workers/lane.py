@@ -39,6 +39,8 @@ from schemas.topics import REGISTRY, TOKENS, WORKERS, work_topic
 from workers.main import run
 
 WAIT_S = 40.0
+LOOK_PAUSE_S = 0.1
+"""Each look makes a consumer, which takes a while of a core."""
 PARTITIONS = 8
 ROOT = Path(__file__).parents[2]
 
@@ -95,6 +97,7 @@ class Lane:
         self.events: list[Event] = []  # what counted, in the order of each partition
         self._decoder = EventDecoder(kafka)
         self._positions: dict[Any, int] = {}
+        self._reports: dict[bytes, list[bytes]] = {}
         self._reads: dict[str, Read] = {}
 
     def settings(self, **overrides: Any) -> WorkerSettings:
@@ -127,13 +130,14 @@ class Lane:
         return work_topic(self.version.model, self.version.version, tier)
 
     async def stand_at_end(self) -> None:
-        """Reads `tokens` from here on: what other tests wrote before could take longer than an answer lasts."""
-        consumer = make_consumer(self.kafka)
-        await consumer.start()
-        try:
-            self._positions = await assign_all(consumer, TOKENS)
-        finally:
-            await consumer.stop()
+        """Reads from here on: what other tests wrote before could take longer than an answer lasts."""
+        for topic in (TOKENS, WORKERS):
+            consumer = make_consumer(self.kafka)
+            await consumer.start()
+            try:
+                self._positions |= await assign_all(consumer, topic)
+            finally:
+                await consumer.stop()
 
     async def pull(self) -> None:
         """Reads what is new on `tokens`."""
@@ -158,7 +162,7 @@ class Lane:
     async def until_closed(self, *rids: str, wait_s: float = WAIT_S) -> list[Read]:
         async with asyncio.timeout(wait_s):
             while await self.any_open(*rids):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(LOOK_PAUSE_S)
         return [self._reads[rid] for rid in rids]
 
     async def any_open(self, *rids: str) -> bool:
@@ -169,16 +173,19 @@ class Lane:
     async def until_tokens(self, rid: str, count: int) -> Read:
         async with asyncio.timeout(WAIT_S):
             while sum((read := await self.read(rid)).state.accepted) < count:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(LOOK_PAUSE_S)
         return read
 
     async def reports(self, worker_id: str) -> list[WorkerReported]:
+        """All of a worker's, as of now."""
+        async for record in read_to_end(self.kafka, WORKERS, self._positions):
+            if record.value is not None:
+                self._reports.setdefault(record.key, []).append(record.value)
         found = []
-        async for record in read_to_end(self.kafka, WORKERS):
-            if record.value is not None and record.key == worker_id.encode():
-                event = await self._decoder.decode(record.value)
-                assert isinstance(event, WorkerReported)
-                found.append(event)
+        for value in self._reports.get(worker_id.encode(), ()):
+            event = await self._decoder.decode(value)
+            assert isinstance(event, WorkerReported)
+            found.append(event)
         return found
 
     async def until_ready(self, worker_id: str) -> None:
