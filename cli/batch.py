@@ -86,7 +86,7 @@ def run(
 
     A line is one of OpenAI's batches ({"custom_id", "method", "url", "body"}: chat completions, completions, embeddings, classifications) or, for a
     model that embeds or classifies, {"text": …} or {"base64": …} with an "id" if it likes. Answers have the form of OpenAI's batches. After Ctrl-C, or worse,
-    the same command goes on where it was and asks nothing twice.
+    the same command goes on where it was and asks nothing twice. Once all is done, it asks again the lines whose error may pass, and those alone.
     """
     wishes = {"top_k": top_k, "dimensions": dimensions, "encoding_format": encoding_format}
     options = {"model": model, "wishes": {name: value for name, value in wishes.items() if value is not None}}
@@ -206,14 +206,31 @@ class _Work:
             else:
                 await self._check_same(job)
                 await asyncio.to_thread(files.begin, job)
-                if job.finished:
+                again = await asyncio.to_thread(self._again, job, files)
+                if again is None:
                     return self._tell(job, 0.0, 0, None)
+                job = again
                 served.pin(job)
                 if job.repeats:
                     asking = replace(asking, repeats=(await self._check(asking)).repeats)
             return await self._go(job, asking, files)
         finally:
             files.close()
+
+    def _again(self, job: Job, files: JobFiles) -> Job | None:
+        """The job that goes on; None if there is nothing left to ask."""
+        from cli.batch_again import begin_again
+
+        if not job.finished:
+            return job
+        self._put_in_order(job, files)
+        return begin_again(files, job, now_ms())
+
+    def _put_in_order(self, job: Job, files: JobFiles) -> None:
+        from cli.batch_again import put_in_order
+
+        if self.ordered and job.finished:
+            put_in_order(files, job, self.source)
 
     async def _check(self, asking: Asking) -> Checked:
         from cli.batch_files import check
@@ -279,11 +296,12 @@ class _Work:
                 job, files, settings, granted, payloads, window=self.window, ordered=self.ordered, told=told
             )
             digest = hashlib.sha256()
-            stopped = await self._until_stopped(runner.run(read_lines(self.source, asking, digest)))
+            stopped = await self._until_stopped(runner.run(read_lines(self.source, asking, digest, job.only)))
         if stopped is None and digest.hexdigest() != job.input_digest:
             job.input_digest = ""  # nor will they be, should it be put back
             files.save(job)
             raise self._changed()
+        await asyncio.to_thread(self._put_in_order, job, files)
         return self._tell(job, time.monotonic() - began_s, job.done + job.failed - before, stopped)
 
     def _changed(self) -> HeadraceError:
@@ -349,9 +367,16 @@ class _Work:
             parts += [f"{left} left"] if left else []
             parts += [f"{now} in {took_s:.1f} s, {rate:.1f} lines/s"] if now else []
             click.echo(f"{', '.join(parts)}. {self.out}")
+        if job.finished and job.may_pass and stopped is None:
+            text = f"{job.may_pass} of those that failed may be answered yet; the same command asks them again: {_same_command()}"
+            console(stderr=True).print(f"headrace: {text}", markup=False, soft_wrap=True)
         if stopped is not None:
-            again = shlex.join(["headrace", *(argument for argument in sys.argv[1:] if argument != "--new")])
-            text = f"stopped; the same command goes on: {again}"
+            text = f"stopped; the same command goes on: {_same_command()}"
             console(stderr=True).print(f"headrace: {text}", markup=False)
             return STOPPED[stopped]
         return SOME_FAILED if job.failed or left else 0
+
+
+def _same_command() -> str:
+    """The command that goes on where this one was."""
+    return shlex.join(["headrace", *(argument for argument in sys.argv[1:] if argument != "--new")])

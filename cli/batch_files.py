@@ -12,14 +12,15 @@ import json
 import os
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from cli.batch_lines import Asking, Line, read_line, repeats_text
-from decisions.jobs import Job
+from decisions.job_again import among
+from decisions.jobs import Job, Numbers
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 
@@ -53,9 +54,11 @@ def raw_lines(path: Path, digest: Digest | None = None) -> Iterator[tuple[int, b
                 yield number, raw
 
 
-def read_lines(path: Path, asking: Asking, digest: Digest | None = None) -> Iterator[Line]:
-    """The lines, understood."""
-    return (read_line(raw, number, asking) for number, raw in raw_lines(path, digest))
+def read_lines(path: Path, asking: Asking, digest: Digest | None = None, only: Numbers | None = None) -> Iterator[Line]:
+    """The lines, or those with these numbers `only`, understood."""
+    return (
+        read_line(raw, number, asking) for number, raw in raw_lines(path, digest) if only is None or among(number, only)
+    )
 
 
 @dataclass(slots=True)
@@ -135,7 +138,7 @@ def check_files(source: Path, out: Path) -> None:
         if path.exists() and not path.is_file():
             raise HeadraceError(Reason.INVALID_REQUEST, f"{path} is a pipe or a device; name a file, since {why}")
     job = JobFiles(out).path
-    for path in (out, job, new_of(job)):
+    for path in (out, job, new_of(job), rewritten_of(job)):
         if path.exists() and path.samefile(source):
             text = f"{path} is the input itself, and the job would write over it; name another output"
             raise HeadraceError(Reason.CONFLICT, text)
@@ -144,6 +147,20 @@ def check_files(source: Path, out: Path) -> None:
 def new_of(path: Path) -> Path:
     """Where a job file is written before it takes the other's place."""
     return path.with_name(f"{path.name}.new")
+
+
+def rewritten_of(path: Path) -> Path:
+    """Where, beside a job file, an output is written anew before it takes the other's place."""
+    return path.with_name(f"{path.name}.out")
+
+
+def _crc32(file: BinaryIO, size: int) -> int:
+    """Of a file's beginning."""
+    file.seek(0)
+    found = 0
+    while size > 0 and (data := file.read(min(READ_BYTES, size))):
+        found, size = zlib.crc32(data, found), size - len(data)
+    return found
 
 
 class JobFiles:
@@ -197,28 +214,69 @@ class JobFiles:
         """
         assert self._file is not None, "the files aren't open"
         size = 0 if job is None else job.out_bytes
+        if job is not None:
+            self._end_rewriting(job)
         if self._file.seek(0, os.SEEK_END) < size:
             raise HeadraceError(
                 Reason.CONFLICT, f"{self.out} is shorter than its job file says; say --new to begin anew"
             )
-        if job is not None and self._crc32(size) != job.out_crc32:
+        if job is not None and _crc32(self._file, size) != job.out_crc32:
             text = f"{self.out} isn't what the job wrote any more; put that back to go on, or say --new to begin anew"
             raise HeadraceError(Reason.CONFLICT, text)
         if job is None:
             self.path.unlink(missing_ok=True)
+            rewritten_of(self.path).unlink(missing_ok=True)
         elif job.finished:
             return
         self._file.truncate(size)
         self._file.seek(size)
 
-    def _crc32(self, size: int) -> int:
-        """Of the output's beginning."""
+    def lines(self, job: Job) -> Iterator[bytes]:
+        """Those of the output."""
+        left = job.out_bytes
+        with self.out.open("rb") as file:
+            while left > 0 and (line := file.readline(left)):
+                left -= len(line)
+                yield line
+
+    def is_whole(self, job: Job) -> bool:
+        """Whether nothing follows in the output on what the job wrote."""
         assert self._file is not None, "the files aren't open"
-        self._file.seek(0)
-        found = 0
-        while size > 0 and (data := self._file.read(min(READ_BYTES, size))):
-            found, size = zlib.crc32(data, found), size - len(data)
-        return found
+        return self._file.seek(0, os.SEEK_END) == job.out_bytes
+
+    def rewrite(self, job: Job, lines: Iterable[bytes]) -> None:
+        """These lines as the output, with `job` beside it. Whoever goes on after a kill finds the one or the other. Raises as `save`."""
+        size = crc32 = 0
+        try:
+            with rewritten_of(self.path).open("wb") as file:
+                for line in lines:
+                    file.write(line)
+                    size, crc32 = size + len(line), zlib.crc32(line, crc32)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self.refusing(error) from error
+        job.out_bytes, job.out_crc32 = size, crc32
+        self.save(job)
+        self._put_in_place()
+
+    def _end_rewriting(self, job: Job) -> None:
+        """The job file tells of an output that hadn't taken its place yet."""
+        new = rewritten_of(self.path)
+        if not new.exists():
+            return
+        with new.open("rb") as file:
+            told = file.seek(0, os.SEEK_END) == job.out_bytes and _crc32(file, job.out_bytes) == job.out_crc32
+        if told:
+            self._put_in_place()
+        else:
+            new.unlink()
+
+    def _put_in_place(self) -> None:
+        rewritten_of(self.path).replace(self.out)
+        self.open()
+        assert self._file is not None, "the files aren't open"
+        self._file.seek(0, os.SEEK_END)
 
     def write(self, lines: bytes, job: Job) -> None:
         """Add to the output."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cli.batch_again import may_pass
 from cli.batch_away import AWAY_MAX_S, AWAY_POLL_S, follow
 from cli.batch_files import PAUSE_LINES, JobFiles
 from cli.batch_flights import Flight, fault_of, refused, size_of
@@ -128,8 +129,8 @@ class Runner:
                 there += len(lines)
             else:
                 missing.append((unit, lines))
-        if there != self.job.done + self.job.failed:
-            text = f"the output has {self.job.done + self.job.failed} lines, and the input has {there} in their place"
+        if there != (written := self.job.done + self.job.failed - self.job.earlier):
+            text = f"the output has {written} lines, and the input has {there} in their place"
             raise HeadraceError(Reason.CONFLICT, f"{text}: this job can't go on; say --new to begin anew")
         return missing
 
@@ -382,7 +383,8 @@ class Runner:
         assert flight.shown is not None
         self._files.write(b"".join(line for line, _ in flight.shown), self.job)
         good = sum(1 for _, is_answer in flight.shown if is_answer)
-        self.job.written(flight.unit, good, len(flight.shown) - good)
+        passing = sum(1 for line, is_answer in flight.shown if not is_answer and may_pass(line) is not None)
+        self.job.written(flight.unit, good, len(flight.shown) - good, passing)
         del self._flights[flight.unit]
         self._bytes -= flight.size_bytes
 

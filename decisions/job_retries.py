@@ -18,8 +18,8 @@ BACKOFF_S, BACKOFF_MAX_S = 0.5, 60.0
 _GRANT = (Reason.GRANT_EXPIRED, Reason.INVALID_GRANT, Reason.INVALID_API_KEY, Reason.PERMISSION_DENIED)
 _REFUSED = (Reason.OVERLOADED, Reason.NO_WORKER, Reason.UNAVAILABLE)
 _LAST = (Reason.DEADLINE_EXCEEDED, Reason.TIME_LIMIT_EXCEEDED)
-"""Reasons that may pass, but that nobody waits for twice."""
-_ALL_ALIKE = (Reason.DEADLINE_EXCEEDED, Reason.MODEL_NOT_FOUND, Reason.CANCELLED)
+"""Reasons that may pass, but that no line waits for twice in one run. Of lines together each is asked by itself first: they had one deadline."""
+_ALL_ALIKE = (Reason.MODEL_NOT_FOUND, Reason.CANCELLED)
 """Reasons that a unit's lines have in common."""
 
 

@@ -35,6 +35,9 @@ RESERVED_BYTES = 16 * 1024 * 1024
 T = TypeVar("T")
 K = TypeVar("K")
 
+Numbers = list[tuple[int, int]]
+"""Of lines: ranges, each by its first and last, in order."""
+
 
 # --- ids -------------------------------------------------------------------------------------------------------------
 
@@ -230,6 +233,8 @@ class Job:
         tries: of a request (`unit` times `PARTS_MAX` plus its part), what came of it before.
         repeats: how many lines have an earlier one's id; they aren't asked.
         done, failed: of the lines in the output, those with an answer, and those with an error.
+        may_pass: of those with an error, those whose reason may pass: they are asked again when the job is run once more.
+        only: the numbers of the lines that are asked; None if all are. `earlier` is how many of the others are in the output.
     """
 
     created_ms: int
@@ -250,6 +255,9 @@ class Job:
     cluster: str = ""
     repeats: int = 0
     out_crc32: int = 0
+    may_pass: int = 0
+    only: Numbers | None = None
+    earlier: int = 0
 
     @property
     def tag(self) -> bytes:
@@ -293,14 +301,15 @@ class Job:
         now = Tries(part.tries + 1, before.refused + refused, before.failed + failed)
         self.tries[part.unit * PARTS_MAX + part.part] = now
 
-    def written(self, unit: int, good: int, bad: int) -> None:
-        """A unit's lines are in the output: so many answers and errors."""
+    def written(self, unit: int, good: int, bad: int, may_pass: int = 0) -> None:
+        """A unit's lines are in the output: so many answers and errors, and of these so many whose reason may pass."""
         self.units.add(unit)
         self.split.discard(unit)
         for key in [key for key in self.tries if key // PARTS_MAX == unit]:
             del self.tries[key]
         self.done += good
         self.failed += bad
+        self.may_pass += may_pass
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -325,13 +334,16 @@ class Job:
             "tenant": self.tenant,
             "cluster": self.cluster,
             "repeats": self.repeats,
+            "may_pass": self.may_pass,
+            "only": self.only,
+            "earlier": self.earlier,
         }
 
     @classmethod
     def from_json(cls, kept: Mapping[str, Any]) -> Job:
         """What `to_json` gave. Raises ValueError for anything else."""
         try:
-            if kept["version"] != VERSION:
+            if kept["version"] not in READABLE:
                 raise ValueError(f"it was written by another version ({kept['version']})")
             job = cls(
                 kept["created_ms"], kept["seed"], kept["input_digest"], dict(kept["options"]), kept["lines"],
@@ -339,10 +351,17 @@ class Job:
                 Done(kept["below"], set(kept["above"])), set(kept["split"]),
                 {int(key): Tries(*counts) for key, counts in kept["tries"].items()}, kept["done"], kept["failed"],
                 kept["tenant"], kept["cluster"], kept["repeats"], kept["out_crc32"],
+                kept.get("may_pass", kept["failed"]), _numbers(kept.get("only")), kept.get("earlier", 0),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
         return job
 
 
-VERSION = 4
+def _numbers(kept: Any) -> Numbers | None:
+    return None if kept is None else [(first, last) for first, last in kept]
+
+
+VERSION = 5
+READABLE = (4, VERSION)
+"""4 knew of no lines that are asked again; it may have any."""

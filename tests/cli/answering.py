@@ -1,7 +1,8 @@
 """Plays admission, a worker and endings for a batch job: each request of a tenant is answered in `answers`, once, as its text says.
 
 A text that is a JSON object may have `error` (a reason, each time), `once` (a reason, the first time that its content is asked). A request whose id was
-asked before isn't answered again: that is what the log's admission does. `hold()` keeps answers back until `release()`.
+asked before isn't answered again: that is what the log's admission does. `crowded` is a reason for which it fails among others in one request, `for_now` one
+for which it fails as long as `trouble` is on. `hold()` keeps answers back until `release()`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Answering:
     stop: threading.Event = field(default_factory=threading.Event)
     answered: int = 0
     answers_max: int | None = None
+    trouble: bool = True
     _refused: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -50,6 +52,7 @@ class Answering:
         """Begin to count anew, and answer everything."""
         self.answered = 0
         self.answers_max = None
+        self.trouble = True
         for told in (self.asked, self.requests, self.computed, self._refused):
             told.clear()
 
@@ -102,10 +105,14 @@ class Answering:
 
     def _answer(self, request: InferenceRequested) -> InferenceAnswered:
         names = (request.request_id, self.tenant, request.model, "v1", BATCH)
-        rows = _rows(request)
+        rows = asked_rows(request)
         for row in rows:
             script = json.loads(row) if row.startswith(b"{") else {}
             reason = script.get("error")
+            if len(rows) > 1:
+                reason = script.get("crowded", reason)
+            if self.trouble:
+                reason = script.get("for_now", reason)
             if reason is None and "once" in script and row.decode() not in self._refused:
                 self._refused.add(row.decode())
                 reason = script["once"]
@@ -121,7 +128,7 @@ class Answering:
         return InferenceAnswered(*names, choices, Usage(5, 2 * len(choices)))
 
 
-def _rows(request: InferenceRequested) -> list[bytes]:
+def asked_rows(request: InferenceRequested) -> list[bytes]:
     if request.inputs is not None:
         return rows_of(request)
     if request.messages is not None:

@@ -30,7 +30,7 @@ from schemas.errors import HeadraceError
 from schemas.events import ModelPromoted, ModelVersionRegistered
 from schemas.reasons import Reason
 from schemas.topics import REGISTRY
-from tests.cli.answering import Answering
+from tests.cli.answering import Answering, asked_rows
 from tests.small_models import rows_of, small_versions, vector
 
 pytestmark = pytest.mark.kafka
@@ -193,6 +193,52 @@ def test_one_line_at_fault_fails_alone_and_what_may_pass_is_asked_again(
     assert found["line-2"]["error"]["code"] == reason
     assert found["line-2"]["response"]["status_code"] == Reason(reason).http_status
     assert all(found[name]["error"] is None for name in ("line-1", "line-3", "line-4"))
+
+
+def test_lines_whose_deadline_passed_together_are_asked_each_by_itself(job: Job, answering: Answering) -> None:
+    late, never = json.dumps({"crowded": "deadline_exceeded"}), json.dumps({"error": "deadline_exceeded"})
+    job.write({"text": "a"}, {"text": late}, {"text": never}, {"text": "b"})
+    result = job.run("--model", EMBED, "--ordered")
+    assert result.return_value == 1, result.output
+    assert [answer["error"] and answer["error"]["code"] for answer in job.answers] == [
+        None, None, "deadline_exceeded", None
+    ]  # fmt: skip
+    assert job.by_id["line-3"]["error"]["line"] == 3
+    assert job.by_id["line-3"]["response"]["status_code"] == 504
+
+
+@pytest.mark.parametrize("options", [(), ("--ordered",)], ids=["as they come", "ordered"])
+@pytest.mark.parametrize("model", [CHAT, EMBED])
+def test_run_again_a_job_asks_what_may_pass_and_no_more(
+    job: Job, answering: Answering, model: str, options: tuple[str, ...]
+) -> None:
+    late = json.dumps({"for_now": "deadline_exceeded"})
+    texts = ["a", late, "b", json.dumps({"error": "engine_error"}), late.replace(" ", "  "), "c"]
+    job.write(*({"text": text} for text in texts))
+    if model == CHAT:
+        messages = [[{"role": "user", "content": text}] for text in texts]
+        job.write(*(openai_line(f"line-{n + 1}", "/v1/chat/completions", messages=m) for n, m in enumerate(messages)))
+    arguments = ("--model", model, *options)
+    first = job.run(*arguments)
+    assert (first.return_value, json.loads(first.stdout)["failed"]) == (1, 3)
+    assert "2 of those that failed may be answered yet; the same command asks them again" in first.stderr
+    asked = len(answering.requests)
+    assert job.run(*arguments).return_value == 1, "they may fail again"
+    assert {name for name, answer in job.by_id.items() if answer["error"]} == {"line-2", "line-4", "line-5"}
+    again = [answering.requests[name] for name in list(answering.requests)[asked:]]
+    rows = [row.decode() for request in again for row in asked_rows(request)]
+    assert set(rows) == {texts[1], texts[4]}
+    answering.trouble = False
+    result = job.run(*arguments)
+    told = json.loads(result.stdout)
+    assert (result.return_value, told["lines"], told["done"], told["failed"]) == (1, 6, 5, 1)
+    assert {name for name, answer in job.by_id.items() if answer["error"]} == {"line-4"}
+    if options:
+        assert list(job.by_id) == [f"line-{number}" for number in range(1, 7)]
+    assert answering.computed == dict.fromkeys((text.encode() for text in texts if "error" not in text), 1)
+    asked = len(answering.requests)
+    assert job.run(*arguments).return_value == 1
+    assert len(answering.requests) == asked
 
 
 def test_a_request_that_failed_for_good_has_its_own_line(job: Job, answering: Answering) -> None:

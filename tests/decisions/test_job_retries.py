@@ -21,7 +21,8 @@ R = Reason
         (R.RATE_LIMITED, 10, 5, Then.AGAIN),
         (R.OVERLOADED, None, 1, Then.AGAIN),
         (R.WORKER_LOST, None, 1, Then.AGAIN),
-        (R.DEADLINE_EXCEEDED, None, 5, Then.LAST),
+        (R.DEADLINE_EXCEEDED, None, 5, Then.SPLIT),  # what is too short for all may be long enough for each
+        (R.DEADLINE_EXCEEDED, None, 1, Then.LAST),
         (R.TIME_LIMIT_EXCEEDED, None, 5, Then.SPLIT),  # it is one of them that takes so long
         (R.TIME_LIMIT_EXCEEDED, None, 1, Then.LAST),
         (R.ENGINE_ERROR, None, 5, Then.SPLIT),
