@@ -20,12 +20,12 @@ from bridge.calls import Leg
 from bridge.errors import unreachable
 from bridge.readers import Gone, Readers
 from bridge.replay import poll, span
-from bridge.streams import RECORDS_A_TURN, Dispatcher, fetched, peek_request_id, read_input
+from bridge.streams import RECORDS_A_TURN, Dispatcher, OnJoined, fetched, peek_request_id, read_input
 from decisions.stream import Input
 from infra.log import EventDecoder
 from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError
-from schemas.events import PayloadStored
+from schemas.events import InferenceJoined, PayloadStored
 from schemas.reasons import Reason
 
 SCANS_MAX = 16
@@ -47,6 +47,7 @@ class CatchingUp:
 
     Attributes:
         passes, records: how often a partition was read, and how many records, so far.
+        on_joined: hears of each leg whose request was asked before; see `Dispatcher`.
     """
 
     def __init__(self, settings: KafkaSettings, decoder: EventDecoder) -> None:
@@ -54,6 +55,7 @@ class CatchingUp:
         self.readers = Readers(settings, SCANS_MAX)
         self.passes = 0
         self.records = 0
+        self.on_joined: OnJoined | None = None
         self._scans: dict[TopicPartition, _Scan] = {}
         self._spans: dict[TopicPartition, asyncio.Task[tuple[int, int] | None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -165,6 +167,7 @@ class _Catching:
         offset: where it joined.
         held: what its call has no room for yet, or what is still to be fetched first, by offsets.
         fetching: the offset of what is fetched for it, and the task that does.
+        moved: its leg reads another stream now.
     """
 
     leg: Leg
@@ -173,10 +176,11 @@ class _Catching:
     owner: CatchingUp
     held: deque[tuple[int, Input | PayloadStored]] = field(default_factory=deque)
     fetching: tuple[int, asyncio.Task[Input | None]] | None = None
+    moved: bool = False
 
     def settled(self, position: int) -> bool:
         """Whether it needs no more when all before `position` has been read. Nothing is missed in between: this is one step of the loop."""
-        if self.leg.call.done:
+        if self.leg.call.done or self.moved:
             return True
         if self.follower.ended:
             self.leg.call.fail(unreachable())
@@ -186,9 +190,16 @@ class _Catching:
         self.follower.register(self.leg)
         return True
 
+    def hear(self, event: InferenceJoined) -> None:
+        """Its request was asked before."""
+        if self.owner.on_joined is not None and not self.moved:
+            self.moved = self.owner.on_joined(self.leg, event, self.follower)
+
     def feed(self, event: Input | PayloadStored, offset: int) -> None:
         """What there is no room for is held, and so is what must be fetched, and all that comes after it."""
         call = self.leg.call
+        if self.moved:
+            return
         if self.held or isinstance(event, PayloadStored) or not call.has_room:
             self.held.append((offset, event))
         else:
@@ -236,7 +247,8 @@ class _Scan:
                 _log.warning("a partition can't be scanned", partition=self.partition.partition, error=repr(error))
                 failed, self._batch, self.waiting = [*self._batch, *self.waiting], [], []
                 for catching in failed:
-                    catching.leg.call.fail(unreachable())
+                    if not catching.moved:
+                        catching.leg.call.fail(unreachable())
 
     async def _pass(self, consumer: AIOKafkaConsumer) -> None:
         """Read on from the lowest place of all who wait, until each has caught up with its follower, left, or has no room."""
@@ -275,7 +287,10 @@ class _Scan:
             event = await read_input(self._owner.decoder, record.value, self.partition, record.offset)
             if event is not None:
                 for catching in self._by_id.get(event.request_id, ()):
-                    catching.feed(event, record.offset)
+                    if isinstance(event, InferenceJoined):
+                        catching.hear(event)
+                    else:
+                        catching.feed(event, record.offset)
         full = [catching for catching in self._batch if catching.held]
         if full:
             await self._await_room(full)

@@ -300,6 +300,8 @@ class FrontDoor:
             return not (call.outlives or (self.draining and call.name is not None))
         if call.error.reason in (Reason.CANCELLED, Reason.SLOW_READER):  # its caller left
             return not call.outlives
+        if call.error.reason is Reason.INVALID_API_KEY:  # admission ends what was asked with it, and says why
+            return False
         if (
             call.keyed and call.error.reason is Reason.UNAVAILABLE
         ):  # its caller comes again for what the log may have taken

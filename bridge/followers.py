@@ -10,7 +10,7 @@ from aiokafka import TopicPartition
 
 from bridge.errors import unreachable
 from bridge.readers import begun
-from bridge.streams import Dispatcher
+from bridge.streams import Dispatcher, OnJoined
 from infra.log import EventDecoder
 from infra.settings import KafkaSettings
 from schemas.errors import HeadraceError
@@ -30,7 +30,7 @@ class _Followed:
 
 
 class Followers:
-    """Hands out the dispatcher of a partition; one that nobody uses any more is stopped."""
+    """Hands out the dispatcher of a partition; one that nobody uses any more is stopped. `on_joined` is theirs."""
 
     def __init__(self, settings: KafkaSettings, own: Dispatcher, decoder: EventDecoder) -> None:
         """`own` is started and stopped by others."""
@@ -40,6 +40,7 @@ class Followers:
         self._followed: dict[TopicPartition, _Followed] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
+        self.on_joined: OnJoined | None = None
 
     def __len__(self) -> int:
         """How many partitions beside this bridge's own are followed."""
@@ -61,6 +62,7 @@ class Followers:
 
     async def _start(self, partition: TopicPartition) -> _Followed:
         dispatcher = Dispatcher(self._settings, partition.partition, self._decoder, partition.topic)
+        dispatcher.on_joined = self.on_joined
         found = _Followed(dispatcher)
         starting = asyncio.create_task(dispatcher.start(), name="start following")
         try:

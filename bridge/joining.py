@@ -10,7 +10,7 @@ from aiokafka.errors import KafkaError
 
 from bridge.calls import Call, Leg
 from bridge.errors import unreachable
-from bridge.resume import OPEN_MAX_S, Resumes
+from bridge.resume import OPEN_MAX_S, Resumes, place_of
 from bridge.streams import Dispatcher
 from schemas.errors import HeadraceError
 from schemas.events import InferenceJoined
@@ -19,26 +19,34 @@ _log = structlog.get_logger(__name__)
 
 
 class Joins:
-    """Hears what a front door's own partition tells of repeats."""
+    """Hears what the partitions tell of repeats: this front door's own, and those in which streams are taken up again."""
 
     def __init__(self, own: Dispatcher, resumes: Resumes) -> None:
-        self._own = own
         self._resumes = resumes
         own.on_joined = self.join
+        resumes.on_joined(self.join)
 
-    def join(self, leg: Leg, event: InferenceJoined) -> None:
-        """From now on the leg is fed the first's stream. Whatever goes wrong ends its call; nothing it does ends the first."""
-        if leg.joined or event.first_request_id == leg.request_id:  # it is told again
-            return
-        self._own.unregister(leg)
+    def join(self, leg: Leg, event: InferenceJoined, heard: Dispatcher) -> bool:
+        """From now on the leg is fed the first's stream, and by `heard` no more; whether that is so. Whatever goes wrong ends its call; nothing it
+        does ends the first.
+        """
+        if leg.joined or leg.offset >= 0 or leg.call.done:  # it is told again, goes on by itself, or has ended
+            return False
+        first = event.first_request_id, place_of(event.first_reply)
+        if first == (leg.request_id, heard.partition):  # asked twice under its own id, and it is here already
+            return False
+        heard.unregister(leg)
         leg.request_id, leg.joined = event.first_request_id, True
         frees = ExitStack()
         _on_release(leg.call, frees)
         joining = asyncio.create_task(self._join(leg, event, frees), name="join")
         frees.callback(joining.cancel)
+        return True
 
     async def _join(self, leg: Leg, event: InferenceJoined, frees: ExitStack) -> None:
         call = leg.call
+        if call.resumed:
+            call.reply = event.first_reply
         try:
             async with asyncio.timeout(OPEN_MAX_S):
                 place, offset = await self._resumes.at_start(

@@ -26,7 +26,7 @@ from bridge.openai_completions import CompletionRendering
 from bridge.readers import Gone, Readers
 from bridge.rendering import Rendering
 from bridge.replay import SKEW_MS, Asked, ReplyOf, answer, asked, offset_at, verdict
-from bridge.streams import Dispatcher
+from bridge.streams import Dispatcher, OnJoined
 from decisions.resume import rest
 from infra.log import EventDecoder
 from infra.settings import BridgeSettings
@@ -99,6 +99,10 @@ class Resumes:
         self._open: set[Call] = set()
         self._legs: set[Leg] = set()
         self.on_followed: Callable[[], None] = lambda: None
+
+    def on_joined(self, hears: OnJoined) -> None:
+        """Who hears that a request whose stream was taken up while it waited for its turn was asked before, and so has no stream of its own."""
+        self._followers.on_joined = self.catching_up.on_joined = hears
 
     def __len__(self) -> int:
         """How many resumed streams are open."""
@@ -173,7 +177,7 @@ class Resumes:
         if mark is None:
             shape, place, offset = await self._from_start(tenant, wish, leg)
         else:
-            shape, place, offset = mark.shape, _place(mark.reply), mark.offset + 1
+            shape, place, offset = mark.shape, place_of(mark.reply), mark.offset + 1
             await self._after(place, offset, tenant, leg, mark)
         if not call.done:
             await self.follow(place, offset, leg, frees)
@@ -268,7 +272,7 @@ class Resumes:
         else:
             reply, asked_ms = found.reply, found.requested_ms
         shape = Shape(wish.completions, wish.include_usage, found.model)
-        leg.call.reply = reply
+        leg.call.reply, leg.call.shape = reply, shape
         place, offset = await self.at_start(leg, tenant, reply, asked_ms, shape)
         return shape, place, offset
 
@@ -282,7 +286,7 @@ class Resumes:
         """
         if shape is not None:
             leg.call.name = self.namer(shape, tenant, reply)
-        place = _place(reply)
+        place = place_of(reply)
         async with self._readers.lend() as consumer:
             offset, whole = await offset_at(consumer, place, asked_ms - SKEW_MS)
             if not whole:
@@ -312,7 +316,8 @@ class Resumes:
         self.catching_up.join(leg, offset, follower)
 
 
-def _place(reply: Reply) -> TopicPartition:
+def place_of(reply: Reply) -> TopicPartition:
+    """The partition that a grant names."""
     return TopicPartition(reply.topic, reply.partition)
 
 

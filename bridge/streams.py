@@ -79,7 +79,7 @@ class _Fetching:
 class Dispatcher:
     """Reads one partition of a `tokens` topic from its end and feeds the legs registered here. `start` before the first is produced.
 
-    `on_joined` hears of each leg whose request was asked before.
+    `on_joined` hears of each leg whose request was asked before, and tells whether the leg is its own from then on.
     """
 
     def __init__(self, settings: KafkaSettings, partition: int, decoder: EventDecoder, topic: str = TOKENS) -> None:
@@ -92,7 +92,7 @@ class Dispatcher:
         self._task: asyncio.Task[None] | None = None
         self._next = 0
         self._fetching: dict[str, _Fetching] = {}
-        self.on_joined: Callable[[Leg, InferenceJoined], None] | None = None
+        self.on_joined: OnJoined | None = None
 
     def __len__(self) -> int:
         """How many legs are fed."""
@@ -213,18 +213,25 @@ class Dispatcher:
         if isinstance(event, InferenceJoined):
             for leg in self.legs(event.request_id):
                 if self.on_joined is not None:
-                    self.on_joined(leg, event)
+                    self.on_joined(leg, event, self)
         elif isinstance(event, _INPUTS):
             for leg in self.legs(event.request_id):
                 leg.call.feed(leg, event, self.partition.partition, offset)
 
 
+OnJoined = Callable[[Leg, InferenceJoined, Dispatcher], bool]
+
+
 async def read_input(
     decoder: EventDecoder, value: bytes | None, partition: TopicPartition, offset: int
-) -> Input | PayloadStored | None:
-    """The event of a stream in a record of a `tokens` topic, or the reference to it, or None for any other; what can't be read is logged and counted."""
+) -> Input | InferenceJoined | PayloadStored | None:
+    """The event of a stream in a record of a `tokens` topic, or the reference to it, or that it has none of its own, or None for any other; what
+    can't be read is logged and counted.
+    """
     event = await _read(decoder.decode_record(value), partition, offset)
-    return event if isinstance(event, _INPUTS) or isinstance(event, PayloadStored) else None  # noqa: SIM101  # mypy
+    if isinstance(event, InferenceJoined | PayloadStored):
+        return event
+    return event if isinstance(event, _INPUTS) else None
 
 
 async def fetched(

@@ -94,7 +94,7 @@ class _Told:
 @quick
 @dataclass(frozen=True, slots=True)
 class _Stray:
-    """An ending whose admission isn't told: the offset of its record, and what was used; None: it was refused after all."""
+    """An ending that was told before its admission: the offset of its record, and what was used; None: it was refused after all."""
 
     offset: int
     used: int | None
@@ -198,22 +198,24 @@ class Accounts:
         return self._tenants.setdefault(name, _Tenant())
 
     def _admitted(self, offset: int, event: InferenceAdmitted) -> None:
-        """Counts once for each record that asked, and not while the same id is open: both have one stream, and one ending.
+        """Counts once for each record that asked, and neither while the same id is open nor once it has ended: both have one stream, and one
+        ending. What the later one's work makes counts for nothing there, so it uses up nothing.
 
         Also if a refusal was told before: one of the two was late, work was sent, and its stream says what becomes of it.
         """
         key = event.tenant, event.request_id
         tenant = self._tenant(event.tenant)
         self._partition = event.source.partition
-        told = self._told.get(key)
+        told, stray = self._told.get(key), self._strays.get(key)
+        ended = told is not None and told.ended
         if counts := told is None or isinstance(told.verdict, InferenceRejected) or _later(event.source, told.source):
-            self._note(key, _Told(event, offset, event.source))
+            self._note(key, _Told(event, offset, event.source, ended or stray is not None))
         if offset < tenant.through:
             return
         self._unsaved.add(event.tenant)
         taken = _pop_pending(tenant, event)
         served_by = pool_of(event)
-        if not counts or event.request_id in tenant.open:
+        if not counts or ended or event.request_id in tenant.open:
             if taken is not None:
                 tenant.counters.update(ledger.withdraw(tenant.counters, taken.hold))
             if event.request_id not in tenant.open:
@@ -224,7 +226,7 @@ class Accounts:
         else:  # decided by somebody else: before this partition came here, or by a former owner that doesn't know it yet
             hold, changed = ledger.hold(tenant.counters, event.scopes, cost(event), event.requested_ms)
             tenant.counters.update(changed)
-        if (stray := self._strays.pop(key, None)) is not None:
+        if stray is not None:  # it stays: a newcomer has to hear of it before it hears of another admission
             tenant.counters.update(_closed(tenant.counters, hold, stray.used))
             self.queues.remove(served_by, event.tenant, event.request_id)
         else:

@@ -81,15 +81,22 @@ def grant_refusal(grant: Grant, tier: str, now_ms: int, world: World) -> Refusal
     if tenant is None:
         return Refusal(Reason.INVALID_GRANT, "the grant's tenant doesn't exist", "grant")
     if tenant.disabled:
-        return Refusal(Reason.PERMISSION_DENIED, "the tenant is disabled", "grant")
+        reason = Reason.INVALID_API_KEY if _by_key(grant) else Reason.PERMISSION_DENIED
+        return Refusal(reason, "the tenant is disabled", "grant")
     key = next((key for key in tenant.keys if key.key_id == grant.key_id), None)
     if key is None:
         return Refusal(Reason.INVALID_GRANT, "the tenant has no such key any more", "grant")
     if key.revoked_ms is not None:
-        return Refusal(Reason.INVALID_GRANT, "the key is revoked", "grant")
+        reason = Reason.INVALID_API_KEY if _by_key(grant) else Reason.INVALID_GRANT
+        return Refusal(reason, "the key is revoked", "grant")
     if tier not in grant.tiers or tier not in key.tiers:
         return _tier_refusal(tier)
     return None
+
+
+def _by_key(grant: Grant) -> bool:
+    """Whether who asks is a front door's caller, who knows of a key and of no grant."""
+    return grant.reply.topic == TOKENS
 
 
 def _expired(grant: Grant, now_ms: int) -> Refusal | None:
@@ -412,7 +419,7 @@ def _input_param(request: InferenceRequested) -> str:
 def cancel_refusal(event: InferenceCancelled, grant: Grant, tier: str, now_ms: int) -> Refusal | None:
     """Why a cancel isn't taken, or None. All workers remember what was cancelled, so it must name what can be a request.
 
-    A key that was revoked may still take back what it asked: its front door does so.
+    A key that was revoked may still take back what it asked.
     """
     if not is_request_id(event.request_id):
         return Refusal(Reason.INVALID_REQUEST, "request_id must be a UUID of version 7 in lower case", "request_id")

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -155,10 +155,10 @@ def deterministic(sampling: Sampling) -> bool:
     return sampling.temperature == 0
 
 
-def key(work: InferenceScheduled, version: ModelVersionRegistered) -> str:
-    """The name of an answer: 64 hexadecimal digits."""
+def key(shaping: Mapping[str, Any], version: ModelVersionRegistered) -> str:
+    """The name of an answer: 64 hexadecimal digits. `shaping` has the work's fields by name; raises KeyError if one of `WORK_FIELDS` isn't there."""
     made = _begun(version).copy()
-    made.update(_json(work, WORK_FIELDS))
+    made.update(_json({name: shaping[name] for name in WORK_FIELDS}))
     return str(made.hexdigest())
 
 
@@ -167,15 +167,14 @@ def _begun(version: ModelVersionRegistered) -> Any:
     for known, begun in _BEGUN:
         if known is version:
             return begun
-    begun = hashlib.sha256(_json(version, VERSION_FIELDS))
+    begun = hashlib.sha256(_json({name: getattr(version, name) for name in VERSION_FIELDS}))
     _BEGUN.append((version, begun))
     return begun
 
 
-def _json(of: Any, fields: tuple[str, ...]) -> bytes:
+def _json(fields: Mapping[str, Any]) -> bytes:
     """What is in these fields; orjson writes dataclasses itself, in the order of their fields."""
-    found = {name: getattr(of, name) for name in fields}
-    return orjson.dumps(found, default=_plain, option=orjson.OPT_SORT_KEYS)
+    return orjson.dumps(fields, default=_plain, option=orjson.OPT_SORT_KEYS)
 
 
 def _plain(value: object) -> Any:

@@ -1,4 +1,5 @@
-"""Who is answered by the clock: what hasn't begun at its deadline, and what runs beyond its time limit.
+"""Who is answered by the clock: what hasn't begun at its deadline, and what runs beyond its time limit. And whose work is stopped: what was refused
+after all.
 
 A deadline is kept whatever the workers do. The word is written with `if_not_started`, so the fold ignores it where generation has begun
 meanwhile; a time limit closes always. `Watch` is the bookkeeping of one `lifecycle` partition: records in, words out, and the offset below
@@ -8,10 +9,10 @@ which nothing is needed any more. It reads no clock and does no I/O.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 
-from decisions.accounts import is_void
+from decisions.accounts import ANY_TIER, is_void, was_refused
 from schemas.events import (
     InferenceAdmitted,
     InferenceCancelled,
@@ -21,9 +22,10 @@ from schemas.events import (
     Reply,
 )
 from schemas.reasons import Reason
+from schemas.topics import HOUR_MS, TIERS
 
-Key = tuple[str, str]
-"""Tenant and request id."""
+Key = tuple[str, str, str]
+"""Tenant, request id, and tier: another may have let the same id in."""
 TOLD_AGAIN_MS = 10_000
 """A word that brought no ending is written again after this long,"""
 TOLD_MAX = 5
@@ -32,6 +34,8 @@ PASSED_MAX = 1_000
 """Times kept that mean nothing any more."""
 WATCHED_MAX = 200_000
 """Requests of one partition; of more, the oldest is forgotten."""
+STOPPED_WITHIN_MS = HOUR_MS
+"""So long `control` keeps what workers are told; what is older than that when it is read needs no word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class Watch:
         """`start` is the offset of the first record that will be applied."""
         self._open: OrderedDict[Key, _Request] = OrderedDict()
         self._due: list[tuple[int, Key]] = []
+        self._stops: deque[tuple[int, InferenceCancelled]] = deque(maxlen=WATCHED_MAX)
         self._next = start
 
     def __len__(self) -> int:
@@ -79,21 +84,28 @@ class Watch:
         """When `due` may have something to say, in ms since 1970; None if nothing is open."""
         return self._due[0][0] if self._due else None
 
+    def pass_over(self, below: int) -> None:
+        """All records below this offset were applied, or can't be read."""
+        self._next = max(self._next, below)
+
     def apply(self, offset: int, timestamp_ms: int, event: object) -> None:
         """One record of the partition, in order. Whatever says nothing of a request's time is passed over."""
-        self._next = max(self._next, offset + 1)
+        self.pass_over(offset + 1)
         match event:
             case InferenceAdmitted() if not is_void(event, timestamp_ms):
-                key = event.tenant, event.request_id
+                key = event.tenant, event.request_id, event.tier
                 if key not in self._open:
                     self._open[key] = _Request(offset, event)
                     self._plan(key, event.deadline_ms)
                 if len(self._open) > WATCHED_MAX:
                     self._open.popitem(last=False)
             case InferenceStarted():
-                self._begun((event.tenant, event.request_id), timestamp_ms)
+                self._begun((event.tenant, event.request_id, event.tier), timestamp_ms)
             case InferenceCompleted() | InferenceFailed():
-                self._open.pop((event.tenant, event.request_id), None)
+                for tier in TIERS if event.tier == ANY_TIER else (event.tier,):
+                    self._open.pop((event.tenant, event.request_id, tier), None)
+                if was_refused(event):
+                    self._stops.append((timestamp_ms, InferenceCancelled(event.request_id, event.tenant)))
 
     def _begun(self, key: Key, timestamp_ms: int) -> None:
         request = self._open.get(key)
@@ -126,6 +138,17 @@ class Watch:
             request.told += 1
             self._plan(key, now_ms + TOLD_AGAIN_MS)
             words.append(word(request.admitted, begun=request.begun))
+        return words
+
+    def stops(self, now_ms: int, words_max: int) -> list[InferenceCancelled]:
+        """What workers are to be told now, so many words at most: these requests were let in, and then their callers heard a refusal. Their work
+        may wait for a worker still, or one has begun it and makes what nobody hears.
+        """
+        words: list[InferenceCancelled] = []
+        while self._stops and len(words) < words_max:
+            told_ms, cancel = self._stops.popleft()
+            if now_ms < told_ms + STOPPED_WITHIN_MS:
+                words.append(cancel)
         return words
 
 

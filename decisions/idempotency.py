@@ -2,8 +2,8 @@
 
 Only what was let in is remembered, as its admission tells. Of several requests with one key the last one asked stands: an earlier one had been
 given up when it was let in. So what is known doesn't depend on the order in which records are heard, nor on hearing one twice, and whoever has
-read the same records knows the same. A request that failed for a reason which a retry can help, or was cancelled, frees its key. An id is never
-freed: it has one stream, and that is closed.
+read the same records knows the same. A request that failed for a reason which a retry can help, was cancelled, or was
+asked with an API key that is revoked, frees its key. An id is never freed: it has one stream, and that is closed.
 
 `KeyIndex` is the bookkeeping of one partition. It reads no clock and does no I/O.
 """
@@ -28,6 +28,8 @@ KEYS_MAX = 200_000
 """Keys of one partition that are remembered; of more, the oldest is forgotten."""
 FREED_MAX = 50_000
 """Requests of one partition of which it is remembered that they failed, should it be told again that they were let in."""
+_FREEING = (Reason.CANCELLED, Reason.INVALID_API_KEY)
+"""Reasons that a retry can't help and that free a key all the same: they are no word on what was asked, and another may ask it."""
 NOT_COUNTED = frozenset({"request_id", "idempotency_key", "stream", "timeout_ms", "cache_control", "door"})
 """What may differ between a request and its repeat: who it is, how and where its answer is shown, and how long is waited for it."""
 
@@ -155,7 +157,7 @@ class KeyIndex:
     def failed(self, tenant: str, request_id: str, reason: str) -> None:
         """A request ended without its answer. Most reasons free its key: then the next that asks is answered anew."""
         known = lookup(reason)
-        if known.retriable or known is Reason.CANCELLED:
+        if known.retriable or known in _FREEING:
             self.free(tenant, request_id)
 
     def free(self, tenant: str, request_id: str) -> None:

@@ -166,7 +166,7 @@ class Lanes:
             self._end(stub)
 
     def unread(self, stubs: Iterable[Stub]) -> None:
-        """These can't be read at present: each waits in front of its lane again, in the order given."""
+        """These can't be read at present: each waits where it was in its lane again, whenever others of it came back."""
         back: dict[tuple[Place, str], list[Stub]] = {}
         for stub in stubs:
             if stub.state is State.CALLED:
@@ -177,7 +177,11 @@ class Lanes:
             lane = self._lanes[key]
             lane.called -= len(found)
             lane.parked += len(found)
-            lane.line.extendleft(reversed(found))
+            last = max(stub.offset for stub in found)
+            while lane.line and lane.line[0].offset < last:
+                if (earlier := lane.line.popleft()).state is State.PARKED:
+                    found.append(earlier)
+            lane.line.extendleft(sorted(found, key=lambda stub: stub.offset, reverse=True))
 
     def cancel(self, tenant: str, request_id: str) -> list[Stub]:
         """A request isn't wanted any more. Those of its stubs that waited, which are gone now; one that is being read is marked."""

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
 from schemas.parts import Slot
 from schemas.quick import quick
@@ -26,6 +27,8 @@ STEP_BACK_MS = 5_000
 """Time may step back so far (another broker leads the partition) with no window forgetting a charge."""
 SLOTS_MAX = (MINUTE_MS + GRAIN_MS + STEP_BACK_MS) // GRAIN_MS + 1
 """The most slots that a counter keeps of one window."""
+DAYS_KEPT = 64
+"""Of so many days it is remembered when they, and their months, begin and end."""
 ALL_KEYS_AND_MODELS = ""
 """The scope of a tenant as a whole."""
 
@@ -38,12 +41,20 @@ class Window(StrEnum):
     MONTH = "month"
 
 
+_PLACES = {window: place for place, window in enumerate(Window)}
+
+
 class Unit(StrEnum):
     """What is counted: requests and tokens over a window, and requests that run at once."""
 
     REQUESTS = "requests"
     TOKENS = "tokens"
     RUNNING = "running"
+
+
+_REQUESTS, _TOKENS = Unit.REQUESTS, Unit.TOKENS
+_MINUTE, _DAY = Window.MINUTE, Window.DAY
+"""By names of their own: to look one up in its enumeration takes as long as what is done with it, a hundred times a request."""
 
 
 @quick
@@ -57,14 +68,14 @@ class Cost:
 
     def amount(self, unit: Unit) -> int:
         """How much of one unit."""
-        if unit is Unit.TOKENS:
+        if unit is _TOKENS:
             return self.tokens
-        return self.requests if unit is Unit.REQUESTS else self.running
+        return self.requests if unit is _REQUESTS else self.running
 
 
 def amount(slot: Slot, unit: Unit) -> int:
     """What was charged in a slot, whether it stands or is spent."""
-    return slot.requests if unit is Unit.REQUESTS else slot.spent + slot.held
+    return slot.requests if unit is _REQUESTS else slot.spent + slot.held
 
 
 @quick
@@ -106,19 +117,19 @@ class Counter:
 
     def charges(self, window: Window) -> Charges:
         """The charges of a window."""
-        if window is Window.MINUTE:
+        if window is _MINUTE:
             return self.minute
-        return self.day if window is Window.DAY else self.month
+        return self.day if window is _DAY else self.month
 
     def used(self, window: Window, unit: Unit, now_ms: int) -> int:
         """Reserved + spent in the window that ends now: requests admitted in it, or its tokens spent and all that are held."""
         charges = self.charges(window)
-        requests, tokens = charges.requests, self.held + charges.spent
+        in_use = charges.requests if unit is _REQUESTS else self.held + charges.spent
         for slot in charges.slots:
             if slot.expires_ms > now_ms:
                 break
-            requests, tokens = requests - slot.requests, tokens - slot.spent
-        return requests if unit is Unit.REQUESTS else tokens
+            in_use -= slot.requests if unit is _REQUESTS else slot.spent
+        return in_use
 
     def falls_to(self, most: int, window: Window, unit: Unit, now_ms: int) -> int:
         """The first moment, from now on, at which at most `most` is in use: `now_ms` if only what runs is in the way.
@@ -211,13 +222,13 @@ def _with_charge(charges: Charges, of_slot: Span, made: Hold) -> Charges:
     slots, requests, spent, gone = charges.slots, charges.requests, charges.spent, 0
     while gone < len(slots) and slots[gone].expires_ms + STEP_BACK_MS <= made.charged_ms:
         requests, spent, gone = requests - slots[gone].requests, spent - slots[gone].spent, gone + 1
-    kept = slots[gone:]
+    kept, cost = slots[gone:], made.cost
     opened_ms, expires_ms = of_slot
-    last = Slot(opened_ms, expires_ms)
-    if kept and kept[-1].opened_ms == opened_ms:
-        last, kept = kept[-1], kept[:-1]
-    cost = made.cost
-    joined = Slot(opened_ms, expires_ms, last.requests + cost.requests, last.spent, last.held + cost.tokens)
+    if kept and (last := kept[-1]).opened_ms == opened_ms:
+        joined = Slot(opened_ms, expires_ms, last.requests + cost.requests, last.spent, last.held + cost.tokens)
+        kept = kept[:-1]
+    else:
+        joined = Slot(opened_ms, expires_ms, cost.requests, 0, cost.tokens)
     return Charges((*kept, joined), requests + cost.requests, spent)
 
 
@@ -247,17 +258,18 @@ Spans = tuple[Span, Span, Span]
 
 def span(window: Window, at_ms: int) -> Span:
     """When the slot of a charge made at a moment opened, and when that charge expires; milliseconds since 1970, UTC."""
-    if window is Window.MINUTE:
-        return at_ms - at_ms % GRAIN_MS, at_ms + MINUTE_MS
-    day = at_ms // DAY_MS
-    if window is Window.DAY:
-        return day * DAY_MS, (day + 1) * DAY_MS
-    first = _first_of_month(day)
-    return first * DAY_MS, _first_of_month(first + 31) * DAY_MS
+    return _spans(at_ms)[_PLACES[window]]
 
 
 def _spans(at_ms: int) -> Spans:
-    return span(Window.MINUTE, at_ms), span(Window.DAY, at_ms), span(Window.MONTH, at_ms)
+    return (at_ms - at_ms % GRAIN_MS, at_ms + MINUTE_MS), *_of_day(at_ms // DAY_MS)
+
+
+@lru_cache(maxsize=DAYS_KEPT)
+def _of_day(day: int) -> tuple[Span, Span]:
+    """The spans of a day, which counts from 1970-01-01, and of its month."""
+    first = _first_of_month(day)
+    return (day * DAY_MS, (day + 1) * DAY_MS), (first * DAY_MS, _first_of_month(first + 31) * DAY_MS)
 
 
 def _first_of_month(day: int) -> int:

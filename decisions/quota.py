@@ -156,7 +156,7 @@ class Gauge:
     @property
     def remaining(self) -> int:
         """What is left; 0 also when a limit was lowered below what is in use."""
-        return max(0, self.limit - self.used)
+        return self.limit - self.used if self.used < self.limit else 0
 
     def wait_ms(self, amount: int, now_ms: int) -> int | None:
         """How long until there is room for an amount, if no other request comes and what runs has ended by then.
@@ -309,17 +309,21 @@ def _message(gauge: Gauge, amount: int, wait_ms: int | None) -> str:
 
 
 def rates(measured: Sequence[Gauge], now_ms: int) -> Rates:
-    """The limits that a caller meets first."""
-    return Rates(_tightest(measured, Unit.REQUESTS, now_ms), _tightest(measured, Unit.TOKENS, now_ms))
+    """The limits that a caller meets first: of those with the least left alone it is asked when all is free again."""
+    requests: list[Gauge] = []
+    tokens: list[Gauge] = []
+    for gauge in measured:
+        if gauge.kind.window is not None:
+            first, left = requests if gauge.kind.unit is Unit.REQUESTS else tokens, gauge.remaining
+            if first and left < first[0].remaining:
+                first.clear()
+            if not first or left == first[0].remaining:
+                first.append(gauge)
+    return Rates(_told(requests, now_ms), _told(tokens, now_ms))
 
 
-def _tightest(measured: Iterable[Gauge], unit: Unit, now_ms: int) -> Rate | None:
-    found = [
-        Rate(gauge.limit, gauge.remaining, gauge.wait_ms(gauge.limit, now_ms) or 0)
-        for gauge in measured
-        if gauge.kind.unit is unit and gauge.kind.window is not None
-    ]
-    return tightest(found)
+def _told(first: Sequence[Gauge], now_ms: int) -> Rate | None:
+    return tightest(Rate(gauge.limit, gauge.remaining, gauge.wait_ms(gauge.limit, now_ms) or 0) for gauge in first)
 
 
 def tightest(known: Iterable[Rate]) -> Rate | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from decisions import cache
 from decisions.cases import Case, Grant, Refusal, World
@@ -27,39 +28,46 @@ MESSAGE_CHARS_MAX = 1_000
 CANCEL = "cancel"
 """The source of the ending that a cancel is."""
 YIELDED_TEXT = "Its front door is gone, and its tenant's next call took its slot."
-REVOKED_TEXT = "Its API key is revoked."
+REVOKED_TEXT = "The API key that it was asked with is revoked."
 
 
 def scheduled(case: Case) -> InferenceScheduled:
     """The work."""
-    request, grant, version = case.request, case.grant, case.routed
-    stored = bool(case.cache_key) and case.policy.store
-    sampling = request.sampling
-    if sampling.max_tokens != case.max_tokens:
-        sampling = replace(sampling, max_tokens=case.max_tokens)
+    request, policy = case.request, case.policy
+    stored = bool(case.cache_key) and policy.store
     return InferenceScheduled(
         request_id=request.request_id,
-        tenant=grant.tenant,
-        model=version.model,
-        version=version.version,
         tier=case.tier,
-        prompt_token_ids=case.prompt_token_ids,
-        sampling=sampling,
         deadline_ms=case.deadline_ms,
         requested_ms=case.requested_ms,
-        reply=grant.reply,
-        cache_salt=case.cache_salt,
+        reply=case.grant.reply,
         stream=request.stream,
         source=case.source,
-        time_limit_ms=version.time_limit_ms,
+        time_limit_ms=case.routed.time_limit_ms,
         rates=case.rates,
         cache_key=case.cache_key if stored else "",
-        shared=stored and case.policy.shares,
-        inputs=case.inputs,
-        outputs=request.outputs,
-        parameters=request.parameters,
-        prompt_tokens=case.prompt_tokens if case.inputs is not None else 0,
+        shared=stored and policy.shares,
+        **_shaping(case),
     )
+
+
+def _shaping(case: Case) -> dict[str, Any]:
+    """The fields of the work that shape its answer."""
+    request, version, sampling = case.request, case.routed, case.request.sampling
+    if sampling.max_tokens != case.max_tokens:
+        sampling = replace(sampling, max_tokens=case.max_tokens)
+    return {
+        "tenant": case.grant.tenant,
+        "model": version.model,
+        "version": version.version,
+        "prompt_token_ids": case.prompt_token_ids,
+        "sampling": sampling,
+        "cache_salt": case.cache_salt,
+        "inputs": case.inputs,
+        "outputs": request.outputs,
+        "parameters": request.parameters,
+        "prompt_tokens": case.prompt_tokens if case.inputs is not None else 0,
+    }
 
 
 def admitted(case: Case, valid_until_ms: int = 0) -> tuple[InferenceScheduled, InferenceAdmitted]:
@@ -130,27 +138,29 @@ def cancelled(event: InferenceCancelled, grant: Grant, tier: str) -> tuple[Infer
 
     `tier` is empty if it isn't known: whoever has the request open takes it for its own.
     """
-    return _ended(event.request_id, grant.tenant, tier, Reason.CANCELLED.text)
+    return _ended(event.request_id, grant.tenant, tier, Reason.CANCELLED, Reason.CANCELLED.text)
 
 
 def yielded(request_id: str, tenant: str, tier: str) -> tuple[InferenceFailed, InferenceCancelled]:
     """The same of a request that nobody watches any more, and whose slot another of its tenant needs."""
-    return _ended(request_id, tenant, tier, YIELDED_TEXT)
+    return _ended(request_id, tenant, tier, Reason.CANCELLED, YIELDED_TEXT)
 
 
 def revoked(request_id: str, tenant: str, tier: str) -> tuple[InferenceFailed, InferenceCancelled]:
-    """The same of a request whose key was revoked after it was let in."""
-    return _ended(request_id, tenant, tier, REVOKED_TEXT)
+    """The same of a request whose key was revoked after it was let in: whoever follows it hears so, whatever else has heard of the revocation."""
+    return _ended(request_id, tenant, tier, Reason.INVALID_API_KEY, REVOKED_TEXT)
 
 
-def _ended(request_id: str, tenant: str, tier: str, message: str) -> tuple[InferenceFailed, InferenceCancelled]:
+def _ended(
+    request_id: str, tenant: str, tier: str, reason: Reason, message: str
+) -> tuple[InferenceFailed, InferenceCancelled]:
     ending = InferenceFailed(
         request_id=request_id,
         tenant=tenant,
         model="",
         version="",
         tier=tier,
-        reason=Reason.CANCELLED.value,
+        reason=reason.value,
         message=message,
         source=CANCEL,
     )
@@ -185,4 +195,4 @@ def named_for_cache(case: Case) -> Case:
     version, policy = case.routed, case.policy
     if not version.cache_ttl_ms or not case.deterministic or not (policy.read or policy.store):
         return case
-    return case.having(cache_key=cache.key(scheduled(case), version))
+    return case.having(cache_key=cache.key(_shaping(case), version))

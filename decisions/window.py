@@ -75,6 +75,11 @@ def take(window: Window, offset: int, size: int) -> Window:
     return Window(window.committed, offset + 1, {**window.open, offset: size})
 
 
+def pass_over(window: Window, below: int) -> Window:
+    """The window once all records below this offset were taken, or can't be read."""
+    return replace(window, next=max(window.next, below))
+
+
 def finish(window: Window, offset: int) -> Window:
     """The window once all that a record caused is confirmed by the broker. Finishing twice changes nothing."""
     if offset not in window.open:

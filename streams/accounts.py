@@ -212,7 +212,11 @@ class Ledgers:
 
     def queueing_at_most(self, pool: str) -> int:
         """No fewer than `queueing` has, and sooner told."""
-        return sum(len(held.accounts.queues.tenants(pool)) for held in self._held.values() if held.ours)
+        found = 0
+        for held in self._held.values():
+            if held.ours:
+                found += len(held.accounts.queues.tenants(pool))
+        return found
 
     # --- following -----------------------------------------------------------------------------------------------------
 

@@ -20,15 +20,18 @@ class Alone:
 
     def __init__(self, aside: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         self._aside = aside
-        self._held: dict[str, asyncio.Event] = {}
+        self._held: dict[str, asyncio.Event | None] = {}
+        """What each who is held waits for, once somebody does."""
         self._waiting: Counter[str] = Counter()
 
     async def free(self, name: str) -> None:
         """Returns when nobody holds a name. Raises `TooManyWait`."""
-        while (held := self._held.get(name)) is not None:
+        while name in self._held:
             if self._waiting[name] >= WAITING_MAX:
                 raise TooManyWait
             self._waiting[name] += 1
+            if (held := self._held[name]) is None:
+                held = self._held[name] = asyncio.Event()
             try:
                 async with self._aside():
                     await held.wait()
@@ -47,13 +50,16 @@ class _Holding(AbstractAsyncContextManager[None]):
 
     __slots__ = ("_free", "_held", "_name")
 
-    def __init__(self, name: str, held: dict[str, asyncio.Event], free: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(
+        self, name: str, held: dict[str, asyncio.Event | None], free: Callable[[str], Awaitable[None]]
+    ) -> None:
         self._name, self._held, self._free = name, held, free
 
     async def __aenter__(self) -> None:
         if self._name in self._held:
             await self._free(self._name)
-        self._held[self._name] = asyncio.Event()
+        self._held[self._name] = None
 
     async def __aexit__(self, *_: object) -> None:
-        self._held.pop(self._name).set()
+        if (awaited := self._held.pop(self._name)) is not None:
+            awaited.set()

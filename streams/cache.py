@@ -13,7 +13,6 @@ import time
 import structlog
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaError
-from cachetools import TTLCache
 
 from decisions.cache import Entry, may_be_kept
 from decisions.cases import Case
@@ -24,6 +23,7 @@ from infra.log import EventDecoder
 from infra.settings import AdmissionSettings
 from schemas.errors import HeadraceError, Undecodable
 from schemas.events import InferenceAnswered, InferenceScheduled
+from schemas.recent import Recent
 from schemas.topics import ANSWERS, CACHE_HEADER
 from streams.world import LiveWorld
 
@@ -50,7 +50,7 @@ class ResponseCache:
         self._shared = shared_by_processes(settings.cache_url)
         self._world = world
         self._decoder = decoder
-        self._went: TTLCache[str, int] = TTLCache(EQUALS_MAX, EQUALS_S)
+        self._went = Recent[int](EQUALS_MAX, EQUALS_S)
         self._filling: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -95,7 +95,7 @@ class ResponseCache:
     def went(self, work: InferenceScheduled, partition: int) -> None:
         """Work goes to a partition: equal work that follows is drawn there."""
         if work.shared:
-            self._went[work.cache_key] = partition
+            self._went.put(work.cache_key, partition)
 
     # --- filling -------------------------------------------------------------------------------------------------------
 

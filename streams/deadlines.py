@@ -1,4 +1,4 @@
-"""The clock acts: follows `lifecycle`, and ends in `tokens` what `decisions.deadlines` says is due.
+"""The clock acts: follows `lifecycle`, ends in `tokens` what `decisions.deadlines` says is due, and tells workers what was refused after all.
 
 One aiokafka consumer in the group `deadlines`. A partition's offset is committed only below its oldest open request, so the next owner
 finds all of them. Nothing is said before a partition has been read to where it ended when it came: what ended meanwhile needs no word.
@@ -21,12 +21,14 @@ from decisions.deadlines import Watch, Word
 from infra import metrics
 from infra.kafka import Batching, make_consumer
 from infra.log import EventDecoder, EventProducer, NoSuchPartition
+from infra.positions import handed_out, since
 from infra.reach import until_reached
 from infra.settings import LifecycleSettings
 from infra.telemetry import OpsServer
+from schemas.events import InferenceCancelled
 from schemas.topics import CONTROL, HOUR_MS, LIFECYCLE, SCHEMAS, TOKENS
 from streams import dead_letters
-from streams.outbox import cut_short, deliver
+from streams.outbox import Outgoing, cut_short, deliver
 from streams.payloads import sweep_regularly
 from streams.writes import Writes
 
@@ -84,19 +86,17 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
             self.words.fail(error)
 
     async def _open(self, partitions: list[TopicPartition]) -> None:
-        since_ms = int(time.time() * 1000) - READ_BACK_MS
-        found = await self._consumer.offsets_for_times(dict.fromkeys(partitions, since_ms)) if partitions else {}
-        ends = await self._consumer.end_offsets(partitions) if partitions else {}
+        recent = await since(self._consumer, partitions, _now_ms() - READ_BACK_MS)
         for partition in partitions:
             start = await self._consumer.committed(partition)
             if partition not in self._consumer.assignment():  # others are on their way
                 log.info("partitions are gone before they were begun")
                 self._held.clear()
                 return
+            end = recent[partition].end
             if start is None:
-                recent = found.get(partition)
-                start = ends[partition] if recent is None else recent.offset
-            self._held[partition] = _Held(Watch(start), ends[partition], start, caught_up=start >= ends[partition])
+                start = recent[partition].start
+            self._held[partition] = _Held(Watch(start), end, start, caught_up=start >= end)
             self._consumer.seek(partition, start)
         self.assigned = True
 
@@ -119,6 +119,13 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
             held.watch.apply(record.offset, record.timestamp, event)
             held.caught_up = held.caught_up or record.offset + 1 >= held.caught_up_at
 
+    def pass_over(self) -> None:
+        """To be told after `take`: what wasn't handed out by now, since no client can read it, is passed."""
+        for partition, position in handed_out(self._consumer).items():
+            if (held := self._held.get(partition)) is not None:
+                held.watch.pass_over(position)
+                held.caught_up = held.caught_up or position >= held.caught_up_at
+
     def speak(self) -> None:
         """Say what is due, as far as there is room."""
         now_ms = _now_ms()
@@ -126,6 +133,8 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
             if held.caught_up:
                 for word in held.watch.due(now_ms, WORDS_MAX - len(self.words)):
                     self.words.begin(self._say(word))
+                for stop in held.watch.stops(now_ms, WORDS_MAX - len(self.words)):
+                    self.words.begin(self._stop(stop))
 
     async def _say(self, word: Word) -> None:
         ending = word.ending
@@ -135,6 +144,10 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
             log.warning("a caller's partition is gone", request_id=ending.request_id, error=error.message)
         else:
             metrics.ENDED_BY_CLOCK.labels(ending.reason).inc()
+
+    async def _stop(self, cancel: InferenceCancelled) -> None:
+        log.info("work of a refused request is stopped", request_id=cancel.request_id, tenant=cancel.tenant)
+        await deliver(self._producer, [Outgoing(CONTROL, cancel, cancel.request_id)])
 
     # --- offsets -----------------------------------------------------------------------------------------------------
 
@@ -215,6 +228,7 @@ async def _follow(
         batching.heard(consumer, bool(batches))
         for partition, records in batches.items():
             await deadlines.take(partition, records)
+        deadlines.pass_over()
         deadlines.speak()
         if time.monotonic() - committed_s >= settings.commit_interval_ms / 1000:
             committed_s = time.monotonic()

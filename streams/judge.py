@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from decisions import cases, verdicts
@@ -55,21 +55,13 @@ class Judge:
         self._slots = slots
         self._waiting: Counter[str] = Counter()
 
-    @contextlib.asynccontextmanager
-    async def decided(self, case: Case, accounts: Accounts, size: int) -> AsyncIterator[cases.Verdict]:
-        """What all checks say of a case. The last of them have just been made when it yields: nothing came between.
+    def decided(self, case: Case, accounts: Accounts, size: int) -> AbstractAsyncContextManager[cases.Verdict]:
+        """What all checks say of a case. The last of them have just been made when it is entered: nothing came between.
 
-        While in it the request counts among those of its tenant that wait for a worker. `size` is the bytes of its record. Raises what
+        While in it the request counts among those of its tenant that wait for a worker. `size` is the bytes of its record. Entering raises what
         `Turnstile.enter` does.
         """
-        case, refusal = await self._entered(case, accounts, size)
-        if refusal is not None:
-            yield case, refusal
-            return
-        try:
-            yield await self._after(case)
-        finally:
-            self._turnstile.leave(case)
+        return _Decided(self._entered(case, accounts, size), self._after, self._turnstile.leave)
 
     async def _entered(self, asked: Case, accounts: Accounts, size: int) -> cases.Verdict:
         """A case through the turnstile. While it waited there its tenant, its key or the stable version may have changed: then it is judged anew."""
@@ -97,25 +89,29 @@ class Judge:
 
     async def _before(self, case: Case) -> cases.Verdict:
         await self._world.meet_model(case.request.model[: verdicts.MESSAGE_CHARS_MAX])
-        with _timed("before tokenising"):
-            verdict = cases.judge(case, self._world, BEFORE_TOKENISING)
+        began_s = time.perf_counter()
+        verdict = cases.judge(case, self._world, BEFORE_TOKENISING)
+        _took(began_s, "before tokenising")
         return await self._once_more(case, verdict, BEFORE_TOKENISING)
 
     async def _after(self, case: Case) -> cases.Verdict:
         version = case.routed
         await self._world.counts.learn(work_topic(version.model, version.version, case.tier))
+        began_s = time.perf_counter()
         try:
-            with _timed("tokenise"):
-                case = await self.tokenise(case, version)
+            case = await self.tokenise(case, version)
         except HeadraceError as error:
             return cases.refuse(case, "tokenise", Refusal(error.reason, error.message, error.param))
+        finally:
+            _took(began_s, "tokenise")
         case, refusal = cases.judge(case, self._world, RESOLVING)
         if refusal is not None:
             return case, refusal
-        with _timed("look up"):
-            case = await self._cache.look_up(verdicts.named_for_cache(case))
-        with _timed("after tokenising"):
-            verdict = cases.judge(case, self._world, PLACING)
+        began_s = time.perf_counter()
+        case = await self._cache.look_up(verdicts.named_for_cache(case))
+        began_s = _took(began_s, "look up")
+        verdict = cases.judge(case, self._world, PLACING)
+        _took(began_s, "after tokenising")
         verdict = await self._once_more(case, verdict, PLACING)
         self._cache.count(verdict[0])
         return verdict
@@ -128,7 +124,7 @@ class Judge:
 
         Few wait so, and fewer of one tenant: a flood is refused at once.
         """
-        if not self._may_wait(verdict):
+        if not (_only_what_runs(verdict[1]) and self._may_wait(verdict[0].grant.tenant)):
             return verdict
         tenant, loop = case.grant.tenant, asyncio.get_running_loop()
         told_s = loop.time() + ENDING_TOLD_S
@@ -147,10 +143,8 @@ class Judge:
                     del self._waiting[tenant]
         return verdict
 
-    def _may_wait(self, verdict: cases.Verdict) -> bool:
-        tenant = verdict[0].grant.tenant
-        few = self._waiting[tenant] < WAITING_OF_TENANT_MAX and self._waiting.total() < WAITING_MAX
-        return few and _only_what_runs(verdict[1])
+    def _may_wait(self, tenant: str) -> bool:
+        return self._waiting[tenant] < WAITING_OF_TENANT_MAX and self._waiting.total() < WAITING_MAX
 
     async def tokenise(self, case: Case, version: ModelVersionRegistered) -> Case:
         """The case with its prompt in a version's token ids. Raises HeadraceError if it can't be had."""
@@ -177,21 +171,44 @@ class Judge:
         return cases.prepared(case, inputs, tokenizer.vocab_size)
 
 
+class _Decided(AbstractAsyncContextManager[cases.Verdict]):
+    """Every request enters one: a generator would cost more."""
+
+    __slots__ = ("_after", "_entering", "_inside", "_leave")
+
+    def __init__(
+        self,
+        entering: Awaitable[cases.Verdict],
+        after: Callable[[Case], Awaitable[cases.Verdict]],
+        leave: Callable[[Case], None],
+    ) -> None:
+        self._entering, self._after, self._leave = entering, after, leave
+        self._inside: Case | None = None
+
+    async def __aenter__(self) -> cases.Verdict:
+        case, refusal = await self._entering
+        if refusal is not None:
+            return case, refusal
+        try:
+            found = await self._after(case)
+        except BaseException:
+            self._leave(case)
+            raise
+        self._inside = case
+        return found
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._inside is not None:
+            self._leave(self._inside)
+
+
 def _only_what_runs(refusal: Refusal | None) -> bool:
     """Whether there is room once something ends."""
     return refusal is not None and refusal.ending
 
 
-class _timed:  # noqa: N801  # reads as the verb it is; a generator would cost as much as a check
-    """Times a step of one request."""
-
-    __slots__ = ("_began_s", "_step")
-
-    def __init__(self, step: str) -> None:
-        self._step = step
-
-    def __enter__(self) -> None:
-        self._began_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        metrics.of(metrics.ADMISSION_SECONDS, self._step).observe(time.perf_counter() - self._began_s)
+def _took(began_s: float, step: str) -> float:
+    """A step of one request has ended: notes how long it took, and returns when that was."""
+    now_s = time.perf_counter()
+    metrics.of(metrics.ADMISSION_SECONDS, step).observe(now_s - began_s)
+    return now_s

@@ -1,7 +1,7 @@
-"""Revocation acts: what was let in with a key that is revoked now is cancelled, whoever waits for it.
+"""Revocation acts: what was let in with a key that is revoked now is ended, whoever waits for it, by whoever decides the tenant's requests.
 
-A front door ends what its own callers have open, and tells them why; it is given the time for that. What is left after that is a direct
-producer's, or of a caller who left: it is ended here, by the records that a cancel causes, by whoever decides the tenant's requests.
+A front door tells its own callers why, as soon as it hears of it, and writes nothing: so the stream's one ending tells its other readers the same,
+such as the callers of a front door that hears of it late.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from streams.world import LiveWorld
 
 LOOK_S = 0.25
-GRACE_S = 1.0
-"""So long front doors have for what they have open."""
 FRESH_S = 60.0
 """So long after a tenant's keys have changed, and until all is ended, its open requests are looked at: what it asks from then on is refused."""
 ENDED_AT_ONCE_MAX = 500
@@ -53,7 +51,6 @@ class Revocations:
         self._producer = producer
         self._tier = tier
         self._clock = clock
-        self._found: dict[Key, float] = {}
         self._ended: set[Key] = set()
         self._unended: set[str] = set()
         self._told: dict[str, tuple[TenantChanged | None, float]] = {}
@@ -68,7 +65,7 @@ class Revocations:
                 log.warning("what is revoked can't be ended", error=error.message)
 
     async def look(self) -> None:
-        """Ends what was found long enough ago and is open still, once. Raises HeadraceError if the log doesn't take it; then the next look does."""
+        """Ends what is found, once. Raises HeadraceError if the log doesn't take it; then the next look does."""
         now_s = self._clock()
         opened_by = dict(self._ledgers.opened())
         self._told = {name: self._told_of(name, now_s) for name in opened_by}
@@ -78,13 +75,13 @@ class Revocations:
             if now_s < at_s + FRESH_S or name in self._unended
             for request_id in barred(opened_by[name], tenant)
         }
-        self._found = {key: self._found.get(key, now_s) for key in found}
         self._ended &= found.keys()
-        due = [key for key, at_s in self._found.items() if key not in self._ended and at_s + GRACE_S <= now_s]
-        for key in due[:ENDED_AT_ONCE_MAX]:
-            await self._end(*key, found[key])
-            self._ended.add(key)
-        self._unended = {name for name, request_id in found if (name, request_id) not in self._ended}
+        try:
+            for key in [key for key in found if key not in self._ended][:ENDED_AT_ONCE_MAX]:
+                await self._end(*key, found[key])
+                self._ended.add(key)
+        finally:
+            self._unended = {name for name, request_id in found if (name, request_id) not in self._ended}
 
     def _told_of(self, name: str, now_s: float) -> tuple[TenantChanged | None, float]:
         """A tenant's state, and since when it is this one."""

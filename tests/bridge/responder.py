@@ -2,7 +2,8 @@
 
 The last user message (or the prompt) may be a JSON object: `tokens` (texts of the tokens), `tail` (text held back to the end),
 `reject` / `fail` (a reason), `fail_after` (tokens before the failure), `gap_ms` (between tokens), `first_ms` (before the start), `hang`
-(never end), `unadmitted` (never begin), `turn_ms` (before admission decides), `repeat`, `zombie` (send tokens of an old attempt too), `takeover_after` (tokens before another worker goes on), `rates` (what the
+(never end), `unadmitted` (never begin), `turn_ms` (before admission decides), `joins` (the
+id of the request that it is found to repeat then; with `only_there` `lifecycle` doesn't tell), `repeat`, `zombie` (send tokens of an old attempt too), `takeover_after` (tokens before another worker goes on), `rates` (what the
 tenant has left: `requests` and `tokens`, each limit, remaining and reset_ms), `cache_key` and `cache_age_ms` (of the start). Anything else is echoed, one token a character.
 A repeat under an idempotency key is told where the first's stream is.
 
@@ -18,7 +19,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from decisions.idempotency import KeyIndex, KeyStanding, conflict, joined, keyed
+from decisions.idempotency import First, KeyIndex, KeyStanding, conflict, joined, keyed
 from infra.grants import Grant, read
 from infra.kafka import make_consumer
 from infra.log import EventDecoder, EventProducer
@@ -144,6 +145,15 @@ class Responder:
         await self._producer.send(LIFECYCLE, event, key=grant.tenant)
         return True
 
+    async def _join(self, request: InferenceRequested, grant: Grant, other: Seen, *, told: bool) -> None:
+        asked = other.event
+        first = First(asked.request_id, other.grant.reply, asked.model, unix_ms(asked.request_id), "")
+        place = Position(requests_topic(INTERACTIVE), 0, 0)
+        event = joined(request, grant.tenant, INTERACTIVE, first, unix_ms(request.request_id), place)
+        await self._send(grant, event)
+        if told:
+            await self._producer.send(LIFECYCLE, event, key=grant.tenant)
+
     async def _answer_or_fail(self, request: InferenceRequested, grant: Grant) -> None:
         """Whatever breaks here is told: a call that is never answered waits for minutes."""
         try:
@@ -161,6 +171,9 @@ class Responder:
         script = _script(request)
         common = (request.request_id, grant.tenant, request.model)
         await asyncio.sleep(script.get("turn_ms", 0) / 1000)
+        if "joins" in script:
+            await self._join(request, grant, self.seen[script["joins"]], told=not script.get("only_there"))
+            return
         if "reject" in script:
             event = InferenceRejected(
                 *common,

@@ -22,7 +22,7 @@ from schemas.topics import TOKENS
 from tests.bridge.conftest import MODEL, OTHER, TENANT, RunningBridge
 from tests.bridge.responder import VERSION
 from tests.bridge.resuming import DONE, USAGE, ids, kept, resume
-from tests.bridge.test_cancel import newest
+from tests.bridge.test_cancel import RawCaller, newest
 from tests.bridge.test_openai_chat import body, read_events, script
 from tests.bridge.test_resume_retention import answer, trim
 from tests.bridge.test_websocket import calling, text_of
@@ -241,6 +241,32 @@ async def test_the_repeats_own_id_leads_to_the_first(bridge: RunningBridge, othe
     response, again = await resume(other, repeat)
     assert response.headers["x-request-id"] == first.headers["x-request-id"]
     assert Told().hear(again) == Told().hear(events)
+
+
+@pytest.mark.parametrize("directions", [{"turn_ms": 8_000}, {"only_there": True}], ids=["heard", "read"])
+async def test_who_took_up_a_request_that_waited_for_its_turn_is_led_to_the_first_that_it_joins(
+    bridge: RunningBridge, other: RunningBridge, directions: dict[str, Any]
+) -> None:
+    """Whether it is told while its partition is followed already, or found there by reading."""
+    text, mark = [f"{i} " for i in range(20)], f"joins {next(_numbers)}"
+    first, events = await ask(other, new_key(), body(messages=script(tokens=text, gap_ms=20), **USAGE))
+    request_id = first.headers["x-request-id"]
+    async with RawCaller(bridge) as asking, calling(other) as socket:
+        await asking.post(body(messages=script(mark=mark, joins=request_id, **directions)))
+        await bridge.until(lambda: newest(bridge, mark) is not None)
+        repeat = newest(bridge, mark)
+        assert repeat is not None and repeat != request_id
+        await socket.say(type="resume", id="a", request_id=repeat)
+        answers = await asyncio.gather(*[resume(door, repeat, include_usage="true") for door in (bridge, other)])
+        assert text_of((await socket.until_ended("a"))["a"]) == "".join(text)
+    for response, again in answers:
+        assert (response.headers["x-request-id"], replayed(response)) == (request_id, True)
+        assert Told().hear(again) == Told().hear(events)
+        place = ids(again)[0]
+        _, rest = await resume(other, request_id, place)
+        had = again[: [event_id for event_id, _ in again].index(place) + 1]
+        assert Told().hear(had).hear(rest) == Told().hear(events)
+    assert {request_id, repeat}.isdisjoint(bridge.responder.cancelled.keys() - {repeat})
 
 
 async def test_what_is_open_is_freed(bridge: RunningBridge, other: RunningBridge) -> None:

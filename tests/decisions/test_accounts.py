@@ -108,8 +108,14 @@ def test_an_ending_told_before_its_admission_settles_it() -> None:
     assert in_all(accounts) == (0, 0, 1, 50)
     tell(accounts, admitted(R), ending("r", 50))
     assert in_all(accounts) == (0, 0, 1, 50)
-    tell(accounts, admitted(R, 1))
-    assert in_all(accounts) == (1, 80, 2, 130), "an ending settles one admission"
+
+
+@pytest.mark.parametrize("events", [(admitted(R), ending("r", 50)), (ending("r", 50), admitted(R))])
+def test_an_id_has_one_stream_so_once_that_has_ended_another_record_of_it_reserves_nothing(events: Any) -> None:
+    """No other ending would ever give it back."""
+    accounts = told(*events, admitted(R, 1))
+    assert in_all(accounts) == (0, 0, 1, 50)
+    assert accounts.standing("acme", "r", 1)[0] is Standing.ENDED
 
 
 def test_an_id_has_one_stream_so_while_it_is_open_another_record_of_it_reserves_nothing() -> None:

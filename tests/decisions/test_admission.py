@@ -144,8 +144,12 @@ def test_a_revoked_key_is_refused_whenever_the_record_was_written(revoked_ms: in
     world = FakeWorld()
     tenant = world.tenants["acme"]
     world.tenants["acme"] = replace(tenant, keys=(replace(tenant.keys[0], revoked_ms=revoked_ms),))
-    _, refusal = decide(case(), world)
-    assert refusal is not None and refusal.reason is Reason.INVALID_GRANT
+    own = FakeGrant(reply=Reply("tokens.acme", 0))
+    assert refused(case(), world).reason is Reason.INVALID_API_KEY
+    assert refused(case(grant=own), world).reason is Reason.INVALID_GRANT, "a direct producer knows of no key"
+    world.tenants["acme"] = replace(tenant, disabled=True)
+    assert refused(case(), world).reason is Reason.INVALID_API_KEY, "as its front door says"
+    assert refused(case(grant=own), world).reason is Reason.PERMISSION_DENIED
 
 
 def test_tenant_key_and_tier_must_be_in_force() -> None:
@@ -156,9 +160,7 @@ def test_tenant_key_and_tier_must_be_in_force() -> None:
     assert refused(case(grant=FakeGrant(tiers=("batch",)))).reason is Reason.PERMISSION_DENIED
     narrow = replace(tenant, keys=(ApiKey("k1", "0" * 64, ("batch",), 0),))
     assert refused(case(), FakeWorld(tenants={"acme": narrow})).reason is Reason.PERMISSION_DENIED
-    assert (
-        refused(case(), FakeWorld(tenants={"acme": replace(tenant, disabled=True)})).reason is Reason.PERMISSION_DENIED
-    )
+    assert refused(case(), FakeWorld(tenants={"acme": replace(tenant, disabled=True)})).reason is Reason.INVALID_API_KEY
 
 
 def test_who_may_not_ask_learns_nothing_of_the_request() -> None:
@@ -564,10 +566,13 @@ def test_a_cancel_of_what_admission_doesnt_know_names_no_tier() -> None:
     assert (ending.tier, ending.source) == ("", CANCEL)
 
 
-@pytest.mark.parametrize(("ended", "text"), [(yielded, YIELDED_TEXT), (revoked, REVOKED_TEXT)])
-def test_who_makes_way_or_has_lost_its_key_is_cancelled_and_told_why(ended: Any, text: str) -> None:
+@pytest.mark.parametrize(
+    ("ended", "reason", "text"),
+    [(yielded, "cancelled", YIELDED_TEXT), (revoked, "invalid_api_key", REVOKED_TEXT)],
+)
+def test_who_makes_way_or_has_lost_its_key_is_ended_and_told_why(ended: Any, reason: str, text: str) -> None:
     ending, word = ended(ID, "acme", "interactive")
-    assert (ending.tenant, ending.tier, ending.reason, ending.source) == ("acme", "interactive", "cancelled", "cancel")
+    assert (ending.tenant, ending.tier, ending.reason, ending.source) == ("acme", "interactive", reason, "cancel")
     assert (ending.message, word) == (text, InferenceCancelled(ID, "acme"))
 
 

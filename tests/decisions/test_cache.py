@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decisions import cache
 from decisions.accounts import Accounts
 from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, PLACING, RESOLVING
 from decisions.cache import (
@@ -22,7 +23,6 @@ from decisions.cache import (
     Entry,
     Policy,
     chunks,
-    key,
     may_be_kept,
     parse,
     stream,
@@ -103,6 +103,10 @@ def decide(asked: Case, at: FakeWorld, entry: Entry | None = None) -> tuple[Case
     if found.cache_key and found.policy.read:
         found = replace(found, entry=entry)
     return judge(found, at, PLACING)
+
+
+def key(work: InferenceScheduled, version: ModelVersionRegistered) -> str:
+    return cache.key({item.name: getattr(work, item.name) for item in dataclasses.fields(work)}, version)
 
 
 def noted(found: Case) -> tuple[str, str]:
@@ -471,4 +475,4 @@ def test_a_disabled_tenants_answers_are_not_told() -> None:
     at = world()
     at.tenants["acme"] = TenantChanged("acme", "salt", at.tenants["acme"].keys, 0, disabled=True)
     _, refusal = decide(case(sampling=GREEDY), at, of_age(1))
-    assert refusal is not None and refusal.reason is Reason.PERMISSION_DENIED
+    assert refusal is not None and refusal.reason is Reason.INVALID_API_KEY

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decisions.deadlines import PASSED_MAX, TOLD_AGAIN_MS, TOLD_MAX, WATCHED_MAX, Watch, Word
+from decisions.deadlines import PASSED_MAX, STOPPED_WITHIN_MS, TOLD_AGAIN_MS, TOLD_MAX, WATCHED_MAX, Watch, Word
+from decisions.endings import refused
 from decisions.stream import NEW, fold
 from schemas.events import (
     Attempt,
     GenerationStarted,
     InferenceAdmitted,
+    InferenceCancelled,
     InferenceCompleted,
     InferenceFailed,
     InferenceStarted,
@@ -83,6 +85,38 @@ def test_what_has_ended_needs_no_word(ending: Any) -> None:
     watch = watching(admitted(), ending)
     assert watch.due(DEADLINE_MS + 10**9, ALL) == []
     assert len(watch) == 0
+
+
+def test_an_id_that_another_tier_let_in_too_has_its_own_deadline_and_ending_there() -> None:
+    batch = admitted(tier="batch", deadline_ms=DEADLINE_MS + 1)
+    watch = watching(admitted(), batch, completed())
+    assert len(watch) == 1
+    (word,) = watch.due(DEADLINE_MS + 1, ALL)
+    assert word.ending.tier == "batch"
+    watch.apply(13, T0, replace(failed(), tier=""))
+    assert len(watch) == 0, "a cancel that names no tier ends it on each"
+
+
+def refused_after_all() -> InferenceFailed:
+    """As `endings` tells it, once somebody begins what a refusal has closed."""
+    begun = GenerationStarted("r", "acme", "m", "1", "interactive", A, (0,), 3, "w")
+    return refused(begun, "rate_limited")
+
+
+@pytest.mark.parametrize("events", [(admitted(), refused_after_all()), (refused_after_all(), admitted())])
+def test_who_works_on_what_was_refused_after_all_is_told_to_stop_once(events: Any) -> None:
+    watch = watching(*events)
+    assert watch.stops(T0, 0) == []
+    assert watch.stops(T0, ALL) == [InferenceCancelled("r", "acme")]
+    assert watch.stops(T0, ALL) == []
+
+
+def test_who_works_on_what_has_another_ending_is_told_nothing_here() -> None:
+    assert watching(admitted(), completed(), failed()).stops(T0, ALL) == []
+
+
+def test_what_was_refused_long_ago_when_it_is_read_needs_no_word() -> None:
+    assert watching(refused_after_all()).stops(T0 + STOPPED_WITHIN_MS, ALL) == []
 
 
 def test_what_has_begun_may_take_its_time_and_no_longer() -> None:
@@ -201,3 +235,15 @@ def test_after_a_restart_at_the_committed_offset_the_same_is_open_and_said(steps
         open_at_the_end = admissions and not isinstance(events[-1], InferenceCompleted)
         if open_at_the_end and isinstance(events[-1], InferenceAdmitted):
             assert any(word.ending.request_id == rid for word in words)
+
+
+def test_what_cannot_be_read_is_passed_over_and_no_open_request_is() -> None:
+    watch = watching(admitted())
+    watch.pass_over(40)
+    assert watch.committable == 10
+    watch.apply(40, T0, completed())
+    assert watch.committable == 41
+    watch.pass_over(44)
+    assert watch.committable == 44
+    watch.pass_over(3)
+    assert watch.committable == 44

@@ -169,7 +169,9 @@ def test_days_that_are_over_are_forgotten_and_of_too_many_the_oldest() -> None:
     assert KEYS_MAX >= 100_000
 
 
-@pytest.mark.parametrize("reason", ["worker_lost", "deadline_exceeded", "cancelled", "internal_error"])
+@pytest.mark.parametrize(
+    "reason", ["worker_lost", "deadline_exceeded", "cancelled", "invalid_api_key", "internal_error"]
+)
 def test_what_failed_and_may_succeed_another_time_frees_its_key(reason: str) -> None:
     index = heard(R)
     index.failed("acme", "r", reason)

@@ -92,6 +92,16 @@ def test_what_cannot_be_read_waits_in_front_again() -> None:
     assert call(of) == [1, 2, 3]
 
 
+def test_what_cannot_be_read_waits_in_its_order_also_if_it_comes_back_in_another() -> None:
+    of = lanes(*map(stub, range(5)))
+    first, second, third = (of.call(lambda *_: 1, 0, 1, MANY) for _ in range(3))
+    of.unread(first)
+    of.unread(third)
+    of.unread(second)
+    assert call(of) == [0, 1, 2, 3, 4]
+    assert call(of) == []
+
+
 def test_cancelled_it_is_gone_or_if_it_is_being_read_unwanted() -> None:
     of = lanes(stub(1), stub(2), stub(3, "b"))
     assert call(of, 1) == [1, 3]

@@ -20,6 +20,7 @@ from decisions.window import (
     finish,
     guest_slots,
     interactive_slots,
+    pass_over,
     room,
     take,
     window_records,
@@ -96,6 +97,13 @@ def test_taking_twice_or_committing_too_far_is_refused() -> None:
         take(window, 0, 1)
     with pytest.raises(ValueError, match="lowest unfinished"):
         confirm(window, 1)
+
+
+def test_what_cannot_be_read_is_passed_over_and_what_is_open_before_it_stays() -> None:
+    window = take(Window.at(3), 3, 10)
+    assert pass_over(window, 7).committable == 3
+    assert pass_over(finish(window, 3), 7).committable == 7
+    assert pass_over(window, 2) == window
 
 
 def test_an_old_confirmation_does_not_move_the_window_back() -> None:

@@ -43,6 +43,17 @@ async def test_what_runs_beyond_its_limit_is_ended_and_its_worker_told(site: Sit
     assert cancel.tenant == site.tenant
 
 
+async def test_who_works_on_what_was_refused_after_all_is_told_to_stop(site: Site) -> None:
+    asked, served = await admit(site, after_ms=60_000), await admit(site, after_ms=60_000)
+    ended = InferenceFailed(
+        asked.request_id, site.tenant, site.model, "v1", "interactive", "rate_limited", "", source="admission"
+    )
+    await complete(site, served.request_id)
+    await site.producer.send_and_wait(LIFECYCLE, ended, key=site.tenant)
+    assert (await site.of(CONTROL, InferenceCancelled, asked.request_id)).tenant == site.tenant
+    assert not await site.all(CONTROL, InferenceCancelled, lambda event: event.request_id == served.request_id)
+
+
 async def test_what_began_or_ended_in_time_hears_nothing(site: Site) -> None:
     began, ended = await admit(site), await admit(site)
     await begin(site, began.request_id)

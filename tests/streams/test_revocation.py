@@ -15,7 +15,7 @@ from schemas.events import ApiKey, InferenceCancelled, InferenceFailed, Reply, T
 from schemas.reasons import Reason
 from schemas.topics import CONTROL, INTERACTIVE, TOKENS
 from streams import revocation
-from streams.revocation import FRESH_S, GRACE_S, Revocations
+from streams.revocation import FRESH_S, Revocations
 from tests.decisions.ledgers import Asked, admitted, ending
 from tests.decisions.worlds import NOW, FakeWorld
 from tests.streams.test_presence import Log
@@ -48,45 +48,44 @@ class Site(FakeWorld):
         return [event.request_id for topic, event in self.log.events if topic == TOKENS]
 
 
-async def test_what_its_key_has_open_is_cancelled_once_and_others_go_on() -> None:
+async def test_what_its_key_has_open_is_ended_once_and_others_go_on() -> None:
     site = Site()
-    assert await site.look(GRACE_S) == []
-    site.revoke()
     assert await site.look() == []
+    site.revoke()
     for _ in range(3):
-        assert await site.look(GRACE_S) == ["r0", "r2"]
+        assert await site.look() == ["r0", "r2"]
     (told, ending_of_it), (control, word) = site.log.events[:2]
     assert (told, control, word) == (TOKENS, CONTROL, InferenceCancelled("r0", "acme"))
     assert isinstance(ending_of_it, InferenceFailed)
-    assert (ending_of_it.reason, ending_of_it.message, ending_of_it.tier) == ("cancelled", REVOKED_TEXT, INTERACTIVE)
+    assert (ending_of_it.reason, ending_of_it.message, ending_of_it.tier) == (
+        "invalid_api_key",
+        REVOKED_TEXT,
+        INTERACTIVE,
+    )
 
 
-async def test_what_a_front_door_ends_meanwhile_is_left_to_it() -> None:
+async def test_what_has_ended_meanwhile_is_left_alone() -> None:
     site = Site()
     site.revoke()
-    await site.look()
     site.accounts.apply(3, NOW, ending("r0", 1))
-    assert await site.look(GRACE_S) == ["r2"]
+    assert await site.look() == ["r2"]
 
 
 async def test_what_was_let_in_just_before_is_found_later() -> None:
     site = Site()
     site.revoke()
-    await site.look()
+    assert await site.look() == ["r0", "r2"]
     site.accounts.apply(3, NOW, admitted(Asked(NOW, "late", 5, "k1"), 3))
-    assert await site.look(GRACE_S) == ["r0", "r2"]
-    assert await site.look(GRACE_S) == ["r0", "r2", "late"]
+    assert await site.look() == ["r0", "r2", "late"]
 
 
 async def test_what_another_process_decides_is_left_to_it() -> None:
     site = Site()
     site.revoke()
-    await site.look()
     site.ours = False
-    assert await site.look(GRACE_S) == []
+    assert await site.look() == []
     site.ours = True
-    assert await site.look() == [], "it has the time anew"
-    assert await site.look(GRACE_S) == ["r0", "r2"]
+    assert await site.look() == ["r0", "r2"]
 
 
 async def test_a_key_that_is_revoked_long_after_its_request_began_is_no_other_case() -> None:
@@ -94,30 +93,27 @@ async def test_a_key_that_is_revoked_long_after_its_request_began_is_no_other_ca
     await site.look()
     assert await site.look(2 * FRESH_S) == []
     site.revoke()
-    await site.look()
-    assert await site.look(GRACE_S) == ["r0", "r2"]
+    assert await site.look() == ["r0", "r2"]
 
 
 async def test_what_the_log_did_not_take_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site()
     site.revoke()
-    await site.look()
 
     async def away(*_records: object) -> None:
         raise HeadraceError(Reason.UNAVAILABLE, "the log is away")
 
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(revocation, "deliver", away)
-        for after_s in (GRACE_S, FRESH_S):
+        for after_s in (0, FRESH_S):
             with pytest.raises(HeadraceError):
                 await site.look(after_s)
-    assert await site.look() == ["r0", "r2"]
+    assert await site.look(FRESH_S) == ["r0", "r2"]
 
 
 async def test_of_very_many_a_part_is_ended_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(revocation, "ENDED_AT_ONCE_MAX", 1)
     site = Site()
     site.revoke()
-    await site.look()
-    assert await site.look(GRACE_S) == ["r0"]
+    assert await site.look() == ["r0"]
     assert await site.look() == ["r0", "r2"]

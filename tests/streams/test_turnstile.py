@@ -135,7 +135,7 @@ async def test_whose_key_is_revoked_hears_so_while_it_waits(narrow: Site) -> Non
     await narrow.producer.send_and_wait(
         TENANTS, TenantChanged(narrow.tenant, "salt", (key,), now_ms()), key=narrow.tenant
     )
-    assert (await narrow.of(TOKENS, InferenceRejected, rid)).reason == "invalid_grant"
+    assert (await narrow.of(TOKENS, InferenceRejected, rid)).reason == "invalid_api_key"
 
 
 @pytest.mark.usefixtures("admission")
