@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -25,6 +27,13 @@ __all__ = ["kafka", "kafka_broker", "magika_dir", "minilm_dir", "s3"]
 # Machines are shared: an example that takes long says nothing of the code.
 hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("shared")
+
+# The tests start hundreds of processes. Where Python was told to write no bytecode, each would compile every library anew, vLLM's for ten seconds:
+# it then goes to a folder apart, beside nobody's sources.
+BYTECODE = Path(__file__).parents[1] / ".cache" / "bytecode"
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(BYTECODE))
+    sys.pycache_prefix, sys.dont_write_bytecode = os.environ["PYTHONPYCACHEPREFIX"], False
 
 
 class Rooms(LoadScopeScheduling):  # type: ignore[misc]  # xdist is not fully typed

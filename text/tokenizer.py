@@ -77,9 +77,10 @@ class ByteTokenizer:
     special_tokens: Mapping[str, str] = {"eos_token": "<eos>"}
     strips_leading_space = False
     chat_template = (
-        "{%- set users = messages | selectattr('role', 'equalto', 'user') | list -%}"
-        "{%- if not users -%}{{ raise_exception('a chat needs a message of the user') }}{%- endif -%}"
-        "{{ users[-1].content }}"
+        "{%- set last = messages | last -%}"
+        "{%- if last and last.role != 'user' -%}{%- set last = messages | selectattr('role', 'equalto', 'user') | list | last -%}{%- endif -%}"
+        "{%- if not last -%}{{ raise_exception('a chat needs a message of the user') }}{%- endif -%}"
+        "{{ last.content }}"
     )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:  # noqa: ARG002 - the port's signature

@@ -46,6 +46,11 @@ class Answer:
                 self.ends[index] = choice["finish_reason"]
 
 
+def heard(answer: Answer) -> tuple[int, str | None]:
+    """The status, and the code of the error if there is one."""
+    return answer.status, answer.error["code"] if answer.error else None
+
+
 def call(stack: RunningStack, endpoint: str, body: dict[str, Any] | bytes, tenant: str = "acme") -> Answer:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     with (

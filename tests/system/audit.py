@@ -85,11 +85,13 @@ class Mark:
 
     def __init__(self, stack: RunningStack, *topics: str) -> None:
         self._stack, self._topics = stack, topics
-        self._since: dict[TopicPartition, int] = stack.thread.run(_ends(stack.kafka, topics))
+        self._read_to: dict[TopicPartition, int] = stack.thread.run(_ends(stack.kafka, topics))
+        self._found: list[Read] = []
 
     def records(self) -> list[Read]:
-        """Everything since, each partition in its order."""
-        return self._stack.thread.run(_records(self._stack.kafka, self._topics, self._since))
+        """Everything since, each partition in its order. What an earlier call read isn't read again: many wait for something by asking."""
+        self._found += self._stack.thread.run(_records(self._stack.kafka, self._topics, self._read_to))
+        return self._found.copy()
 
 
 class Audit:
@@ -142,6 +144,7 @@ async def _ends(settings: KafkaSettings, topics: tuple[str, ...]) -> dict[TopicP
 
 
 async def _records(settings: KafkaSettings, topics: tuple[str, ...], since: dict[TopicPartition, int]) -> list[Read]:
+    """What came after `since`, which is moved on to where the next call starts."""
     ends = await _ends(settings, topics)
     left = {tp: end for tp, end in ends.items() if end > since.get(tp, 0)}
     if not left:
@@ -158,4 +161,5 @@ async def _records(settings: KafkaSettings, topics: tuple[str, ...], since: dict
             left = {tp: end for tp, end in left.items() if await consumer.position(tp) < end}
     finally:
         await consumer.stop()
+    since.update(ends)
     return found

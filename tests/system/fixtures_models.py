@@ -9,8 +9,12 @@ import pytest
 
 from cli.models import register_versions
 from cli.registry import now_ms
+from infra.log import EventProducer
 from infra.models_file import ModelEntry
+from schemas.events import WorkerReported
+from schemas.topics import WORKERS
 from tests.system.running import RunningStack
+from workers.report import STOPPED
 
 BUSY, SINGLE, NARROW, WIDE = "busy", "single", "narrow", "wide"
 SESSION_MS = 6_000
@@ -26,6 +30,21 @@ def worker(stack: RunningStack, name: str, model: str) -> Iterator[str]:
         yield name
     finally:
         stack.remove(name)
+
+
+def tell_of_start(stack: RunningStack, model: str, start_up_ms: int) -> None:
+    """A worker of a model tells the log that it took so long to be ready, and is gone: starts of real ones here differ several times over."""
+    last = WorkerReported("earlier", model, "1", STOPPED, (), 1, 0, 0, started_ms=now_ms(), start_up_ms=start_up_ms)
+
+    async def write() -> None:
+        producer = EventProducer(stack.kafka, "worker")
+        await producer.start()
+        try:
+            await producer.send_and_wait(WORKERS, last, key=last.worker_id)
+        finally:
+            await producer.stop()
+
+    stack.thread.run(write())
 
 
 def register(stack: RunningStack, entry: ModelEntry) -> None:

@@ -37,6 +37,7 @@ TENANTS = ("acme", "other")
 READY_WAIT_S = 120.0
 CALL_WAIT_S = 60.0
 COMMAND_WAIT_S = 60.0
+LOOK_PAUSE_S_MAX = 0.5
 T = TypeVar("T")
 
 
@@ -226,11 +227,14 @@ class RunningStack:
 
     @staticmethod
     def until(condition: Callable[[], Any], wait_s: float = CALL_WAIT_S) -> Any:
-        """What the condition gives once it is true."""
+        """What the condition gives once it is true. A look that takes long, as one into the log does, is repeated after as long a pause."""
         end_s = time.monotonic() + wait_s
+        began_s = time.monotonic()
         while not (found := condition()):
-            assert time.monotonic() < end_s, "waited too long"
-            time.sleep(0.05)
+            now_s = time.monotonic()
+            assert now_s < end_s, "waited too long"
+            time.sleep(min(LOOK_PAUSE_S_MAX, max(0.05, now_s - began_s)))
+            began_s = time.monotonic()
         return found
 
     # --- calling and reading ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -17,9 +18,9 @@ from infra.models_file import ModelEntry
 from infra.settings import WorkerSettings
 from schemas.events import InferenceFailed, InferenceRequested, Quota
 from schemas.topics import GRANT_HEADER, LIFECYCLE, requests_topic
-from tests.system.asking import COMPLETIONS, STREAMED, Answer, body_of, call
+from tests.system.asking import COMPLETIONS, STREAMED, Answer, body_of, call, heard
 from tests.system.audit import Audit, Story
-from tests.system.fixtures_models import register, worker
+from tests.system.fixtures_models import register, tell_of_start, worker
 from tests.system.running import RunningStack, script
 from tests.system.test_quotas import GIVEN_BACK_S, served_soon, tenant, told
 
@@ -54,10 +55,6 @@ def limited(stack: RunningStack, name: str) -> str:
 
 def ask(stack: RunningStack, model: str, content: str, name: str, **options: Any) -> Answer:
     return call(stack, COMPLETIONS, body_of(COMPLETIONS, content, model, **options), name)
-
-
-def heard(answer: Answer) -> tuple[int, str | None]:
-    return answer.status, answer.error["code"] if answer.error else None
 
 
 def assert_given_back(stack: RunningStack, name: str) -> None:
@@ -128,16 +125,21 @@ def test_a_pool_at_zero_takes_what_outlives_a_start_and_no_more(stack: RunningSt
     register(stack, ModelEntry(EMPTIED, "1", "scripted", "scripted", 4096, slots=1, partitions=1))
     with worker(stack, "emptied-a", EMPTIED):
         assert ask(stack, EMPTIED, "hello", name).texts == {0: "hello"}
-        (report,) = stack.until(lambda: [found for found in stack.reports(EMPTIED) if found.start_up_ms])
     stack.until(lambda: not stack.reports(EMPTIED))
 
-    body = body_of(COMPLETIONS, "hello", EMPTIED, timeout=report.start_up_ms * 0.75 / 1_000)
-    refused = stack.http(name).post("/v1/completions", json=body)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (httpx.codes.SERVICE_UNAVAILABLE, "no_worker")
+    tell_of_start(stack, EMPTIED, 60_000)
+    post = partial(stack.http(name).post, "/v1/completions", json=body_of(COMPLETIONS, "hello", EMPTIED, timeout=5))
+    # as soon as admission has heard that the worker is gone
+    refused = stack.until(lambda: (found := post()).status_code == httpx.codes.SERVICE_UNAVAILABLE and found)
+    assert refused.json()["error"]["code"] == "no_worker"
     assert int(refused.headers["retry-after"]) >= 1
-    audit = Audit(stack)
-    assert heard(ask(stack, EMPTIED, "hello", name, timeout=report.start_up_ms / 1_000 + 1)) == LATE
-    late = ended_by_the_clock(stack, audit)
+    tell_of_start(stack, EMPTIED, 1_000)
+
+    def let_in() -> Audit | None:
+        audit = Audit(stack)
+        return audit if heard(ask(stack, EMPTIED, "hello", name, timeout=2)) == LATE else None
+
+    late = ended_by_the_clock(stack, stack.until(let_in))
     assert_given_back(stack, name)
 
     with ThreadPoolExecutor(1) as pool:

@@ -286,7 +286,7 @@ def test_what_is_open_ends_and_its_answer_stops(
         revoke(stack, key)
         assert "revoked" in ending.result(HEARD_S_MAX)
     (story,) = audit.settled(scripted=False).values()
-    assert story.endings[0][:2] == ("failed", "cancelled")
+    assert story.endings[0][:2] == ("failed", "invalid_api_key")
 
 
 def test_a_stream_that_another_has_resumed_ends_for_its_key_alone(

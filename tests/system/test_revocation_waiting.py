@@ -107,7 +107,7 @@ def test_what_runs_is_cancelled_and_what_another_key_asked_goes_on(stack: Runnin
     stack.until(lambda: stack.reports(single)[-1].running == 2)
     revoke(stack, given)
     ended = stack.ended(mine)
-    assert (ended.facts["outcome"], ended.facts["reason"]) == ("failed", "cancelled")
+    assert (ended.facts["outcome"], ended.facts["reason"]) == ("failed", "invalid_api_key")
     (ending,) = stack.events(mine, "InferenceFailed", f"tokens.{name}")
     assert ending.event.message == REVOKED_TEXT  # type: ignore[union-attr]
     stack.until(lambda: stack.reports(single)[-1].running == 1)
@@ -154,7 +154,7 @@ def test_what_is_parked_is_refused_and_what_another_key_asked_is_served(stack: R
     for topic in ("lifecycle", "tokens."):
         found: dict[str, str] = stack.until(partial(heard, topic))
         refused = {each for each in flood if found[each] == "invalid_grant"}
-        assert {found[each] for each in flood - refused} <= {"cancelled"}, "those that had been let in"
+        assert {found[each] for each in flood - refused} <= {"invalid_api_key"}, "those that had been let in"
         assert len(refused) >= LINES - AT_ONCE_MAX
         assert served not in found
     with worker(stack, UNSERVED, UNSERVED):

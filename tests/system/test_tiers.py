@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from infra.models_file import ModelEntry
 from schemas.events import GenerationStarted, InferenceAdmitted, InferenceRequested
 from schemas.ids import request_id
 from schemas.topics import BATCH, GRANT_HEADER, INTERACTIVE, requests_topic, work_topic
-from tests.system.asking import COMPLETIONS, body_of, call
+from tests.system.asking import COMPLETIONS, body_of, call, heard
 from tests.system.audit import Mark
-from tests.system.fixtures_models import register, worker
+from tests.system.fixtures_models import register, tell_of_start, worker
 from tests.system.running import MODEL, RunningStack, script
 
 JOBS, LINES, CALLS = 200, 100_000, 10
@@ -222,14 +223,13 @@ def test_tiers_may_have_pools_of_their_own(parted: RunningStack) -> None:
     assert parted.ended(slow).facts["outcome"] == "completed"
 
     parted.stop("parted-interactive")
-    (idle,) = parted.until(
-        lambda: (
-            [(found.worker_id, found.running) for found in parted.reports(PARTED)] == [("parted-batch", 0)]
-            and parted.reports(PARTED)
-        )
+    parted.until(
+        lambda: [(found.worker_id, found.running) for found in parted.reports(PARTED)] == [("parted-batch", 0)]
     )
-    refused = call(parted, COMPLETIONS, body_of(COMPLETIONS, "hello", PARTED, timeout=idle.start_up_ms * 0.75 / 1_000))
-    assert (refused.status, refused.error and refused.error["code"]) == (503, "no_worker")
+    tell_of_start(parted, PARTED, 60_000)
+    ask_soon = partial(call, parted, COMPLETIONS, body_of(COMPLETIONS, "hello", PARTED, timeout=5))
+    # as soon as admission has heard that the worker is gone
+    parted.until(lambda: heard(ask_soon()) == (503, "no_worker"))
     assert parted.ended(ask_batch(parted, "still served")).facts["outcome"] == "completed"
 
 

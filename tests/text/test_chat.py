@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -39,13 +40,18 @@ def as_dicts(chat: list[Message]) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in chat]
 
 
+@pytest.fixture(scope="module")
+def theirs(smollm2_dir: Path) -> Any:
+    """The model's tokenizer as transformers has it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(smollm2_dir))
+
+
 class TestEqualsTransformers:
     @pytest.mark.parametrize("chat", CHATS)
     @pytest.mark.parametrize("prompt", [True, False])
-    def test_the_model_s_own_template(self, smollm2_dir: Path, chat: list[Message], prompt: bool) -> None:
-        from transformers import AutoTokenizer
-
-        theirs = AutoTokenizer.from_pretrained(str(smollm2_dir))
+    def test_the_model_s_own_template(self, theirs: Any, smollm2_dir: Path, chat: list[Message], prompt: bool) -> None:
         ours = load_tokenizer(str(smollm2_dir))
         text = theirs.apply_chat_template(as_dicts(chat), tokenize=False, add_generation_prompt=prompt)
         assert render_chat(ours, chat, add_generation_prompt=prompt) == text
