@@ -159,12 +159,12 @@ class _Endpoints:
 
     async def list_models(self, request: Request) -> Response:
         """`GET /v1/models`."""
-        self._door.auth.from_headers(request.headers)
+        await self._door.auth.from_headers(request.headers)
         return _json({"object": "list", "data": [_model_object(version) for version in self._door.models.all()]})
 
     async def get_model(self, request: Request) -> Response:
         """`GET /v1/models/{model}`."""
-        self._door.auth.from_headers(request.headers)
+        await self._door.auth.from_headers(request.headers)
         name = request.path_params["model"]
         found = self._door.models.resolve(name)
         if found is None:
@@ -192,7 +192,7 @@ class _Endpoints:
         door = self._door
         arrived_s = asyncio.get_running_loop().time()
         headers = heads(request)
-        caller = door.auth.from_headers(headers)
+        caller = await door.auth.from_headers(headers)
         key = read_key(headers.get(KEY_HEADER.lower()), KEY_HEADER)
         leaving = headers.get(DISCONNECT_HEADER.lower())
         outlives = on_disconnect(leaving, DISCONNECT_HEADER, CONTINUE if key else CANCEL) == CONTINUE
@@ -218,7 +218,7 @@ class _Endpoints:
 
     async def cancel(self, request: Request) -> Response:
         """`DELETE /v1/streams/{request id}`: stops a request, whoever waits for it. What has ended stays as it is."""
-        caller = self._door.auth.from_headers(request.headers)
+        caller = await self._door.auth.from_headers(request.headers)
         asked = wish(request.path_params["stream"], dict(request.query_params), True)
         await self._door.cancel(caller, asked.request_id)
         return _json({"id": asked.request_id, "object": "stream", "status": "cancelling"}, status=202)
@@ -227,7 +227,7 @@ class _Endpoints:
         """`GET /v1/streams/{request id}`: a stream from after the event `Last-Event-ID`, or from its beginning."""
         door = self._door
         arrived_s = asyncio.get_running_loop().time()
-        caller = door.auth.from_headers(request.headers)
+        caller = await door.auth.from_headers(request.headers)
         given = dict(request.query_params)
         if LAST_EVENT_HEADER in request.headers:
             given["last_event_id"] = request.headers[LAST_EVENT_HEADER]

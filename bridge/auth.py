@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from infra.directory import TenantDirectory
 from infra.grants import Grant, mint, read
 from schemas.errors import HeadraceError
-from schemas.events import Reply
+from schemas.events import ApiKey, Reply, TenantChanged
 from schemas.reasons import Reason
 from schemas.topics import GRANT_HEADER, INTERACTIVE
 
@@ -41,18 +41,26 @@ class Authenticator:
         self._ttl_ms = grant_ttl_ms
         self._grants: OrderedDict[Caller, tuple[int, bytes]] = OrderedDict()
 
-    def from_headers(self, headers: Mapping[str, str]) -> Caller:
-        """The caller whose key stands in `Authorization: Bearer …`. Raises HeadraceError: invalid_api_key, permission_denied."""
+    async def from_headers(self, headers: Mapping[str, str]) -> Caller:
+        """The caller whose key stands in `Authorization: Bearer …`. Raises HeadraceError: invalid_api_key, permission_denied, unavailable."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise HeadraceError(Reason.INVALID_API_KEY, "no API key is given; send it as `Authorization: Bearer hr-…`")
-        return self.from_key(key.strip())
+        return await self.from_key(key.strip())
 
-    def from_key(self, key: str) -> Caller:
-        """The caller whose key this is. Raises HeadraceError: invalid_api_key; permission_denied if it may not make live calls."""
-        found = None
-        if len(key) <= KEY_CHARS_MAX:
-            found = self._tenants.by_key_hash(hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest())
+    async def from_key(self, key: str) -> Caller:
+        """The caller whose key this is. One that isn't known may be newer than what was read, so the rest is read first.
+
+        Raises HeadraceError: invalid_api_key; permission_denied if it may not make live calls; unavailable if the rest can't be read at present.
+        """
+        found = self._find(key)
+        if found is None and len(key) <= KEY_CHARS_MAX:
+            if not await self._tenants.caught_up():
+                raise HeadraceError(
+                    Reason.UNAVAILABLE,
+                    "whether the API key is known can't be told, as the log can't be read; try again",
+                )
+            found = self._find(key)
         if found is None:
             raise HeadraceError(Reason.INVALID_API_KEY, "the API key is not known")
         tenant, api_key = found
@@ -61,6 +69,11 @@ class Authenticator:
         if INTERACTIVE not in api_key.tiers:
             raise HeadraceError(Reason.PERMISSION_DENIED, f"the API key may not make {INTERACTIVE} calls")
         return Caller(tenant.tenant, api_key.key_id, api_key.tiers)
+
+    def _find(self, key: str) -> tuple[TenantChanged, ApiKey] | None:
+        if len(key) > KEY_CHARS_MAX:
+            return None
+        return self._tenants.by_key_hash(hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest())
 
     def require(self, caller: Caller) -> None:
         """Raises HeadraceError (invalid_api_key) if the key by which the caller was known holds no more."""

@@ -125,7 +125,7 @@ class Socket:
         """The caller, by the upgrade's header or by its first message; None after a refusal."""
         if "authorization" in self._socket.headers:
             try:
-                caller = self._door.auth.from_headers(self._socket.headers)
+                caller = await self._door.auth.from_headers(self._socket.headers)
             except HeadraceError as error:
                 await self._socket.send_denial_response(error_response(error))
                 return None
@@ -137,7 +137,7 @@ class Socket:
                 message = parse_object(await self._receive())
             if message.get("type") != "auth" or not isinstance(message.get("api_key"), str):
                 raise HeadraceError(Reason.INVALID_API_KEY, 'the first message must be {"type": "auth", "api_key": …}')
-            return self._door.auth.from_key(message["api_key"])
+            return await self._door.auth.from_key(message["api_key"])
         except TimeoutError:
             refusal = HeadraceError(Reason.INVALID_API_KEY, f"no key came within {AUTH_WAIT_S:g} s")
         except HeadraceError as error:

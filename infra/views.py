@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 
 import structlog
-from aiokafka import AIOKafkaConsumer, ConsumerRecord
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka.errors import KafkaConnectionError, KafkaError
 
 from infra import metrics
@@ -23,6 +23,8 @@ POLL_MS = 500
 FOLLOW_WAIT_MS = 5_000
 """The broker answers at the first record; where none comes, many views would else ask many times a second."""
 RECORDS_PER_POLL_MAX = 1_000
+LOOK_S_MAX = 2.0
+POSITION_LOOK_S = 0.005
 RETRY_S = 1.0  # without end: `failure` says meanwhile that what is known may be old
 
 Apply = Callable[[Event, ConsumerRecord], None]
@@ -53,6 +55,10 @@ class View:
         self._positions: Positions = {}
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._applying = False
+        self._asker: AIOKafkaConsumer | None = None
+        self._look: asyncio.Task[bool] | None = None
+        self._next_look: asyncio.Task[bool] | None = None
         self._log = structlog.get_logger("view").bind(topic=topic)
 
     async def start(self) -> None:
@@ -76,11 +82,16 @@ class View:
 
     async def stop(self) -> None:
         """Stop following; the state stays."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            self._task = None
+        tasks = [task for task in (self._task, self._look, self._next_look) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._task = self._look = self._next_look = None
         await self._close()
+        asker, self._asker = self._asker, None
+        if asker is not None:
+            await stop_consumer(asker)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until the condition holds after some record; False if it doesn't within the time."""
@@ -94,6 +105,46 @@ class View:
     async def change(self) -> None:
         """Wait until some record has been applied, or passed over, from now on."""
         await self._changed.wait()
+
+    async def caught_up(self) -> bool:
+        """Wait until all that stood in the topic at the call is applied; False if the topic can't be read now, or that takes longer than `LOOK_S_MAX`.
+
+        However many ask at once, the broker is asked once for all of them.
+        """
+        if self._next_look is None:
+            self._next_look = asyncio.create_task(self._look_after(self._look), name=f"look into {self.topic}")
+        return await asyncio.shield(self._next_look)
+
+    async def _look_after(self, before: asyncio.Task[bool] | None) -> bool:
+        """One look to the present end. A look that has begun is no answer to who asks after it, so the next begins when it is over."""
+        if before is not None:
+            await asyncio.wait([before])
+        self._look, self._next_look = self._next_look, None
+        with contextlib.suppress(KafkaError, OSError, TimeoutError):
+            async with asyncio.timeout(LOOK_S_MAX):
+                consumer = self._consumer
+                if consumer is None:
+                    return False
+                ends = await self._ends(list(consumer.assignment()))
+                while consumer is self._consumer:
+                    if await reached(consumer, ends) and not self._applying:
+                        return True
+                    await asyncio.sleep(POSITION_LOOK_S)
+        return False
+
+    async def _ends(self, partitions: list[TopicPartition]) -> Positions:
+        """Where the partitions end. Asked by a client of its own: a broker answers a connection in turn, and the follower's waits for records."""
+        asker = self._asker
+        if asker is None:
+            asker = make_consumer(self._settings)
+            try:
+                await asker.start()
+            except BaseException:
+                await stop_consumer(asker)
+                raise
+            self._asker = asker
+        ends: Positions = await asker.end_offsets(partitions)
+        return ends
 
     async def _open(self) -> Positions:
         self._consumer = make_consumer(self._settings, fetch_max_wait_ms=POLL_MS)
@@ -118,10 +169,14 @@ class View:
     async def _poll(self) -> bool:
         assert self._consumer is not None
         batches = await self._consumer.getmany(timeout_ms=POLL_MS, max_records=RECORDS_PER_POLL_MAX)
-        for partition, records in batches.items():
-            for record in records:
-                await self._take(record)
-                self._positions[partition] = record.offset + 1
+        self._applying = True  # the consumer's position is past them already
+        try:
+            for partition, records in batches.items():
+                for record in records:
+                    await self._take(record)
+                    self._positions[partition] = record.offset + 1
+        finally:
+            self._applying = False
         if batches:
             changed, self._changed = self._changed, asyncio.Event()
             changed.set()

@@ -107,12 +107,12 @@ def _handlers(service: _Service) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(SERVICE, found)
 
 
-def _unary(handler: Handler, kind: Any, require: Callable[[Context], object] | None) -> Handler:
+def _unary(handler: Handler, kind: Any, require: Callable[[Context], Awaitable[object]] | None) -> Handler:
     """Reads the one message of a call, once `require` has let its caller in."""
 
     async def answer(requests: AsyncIterator[bytes], context: Context) -> Any:
         if require is not None:
-            require(context)
+            await require(context)
         reading = _reading(requests)
         done, _ = await asyncio.wait({reading}, timeout=BODY_READ_MAX_S)
         if not done:
@@ -190,9 +190,9 @@ class _Service:
         self._door = door
         self._readiness = models.Readiness(door, not_ready)
 
-    def require(self, context: Context) -> None:
-        """Raises HeadraceError: invalid_api_key, permission_denied."""
-        self._caller(context)
+    async def require(self, context: Context) -> None:
+        """Raises HeadraceError: invalid_api_key, permission_denied, unavailable."""
+        await self._caller(context)
 
     async def server_live(self, _request: Any, _context: Context) -> Any:
         return message("ServerLiveResponse")(live=True)
@@ -201,12 +201,12 @@ class _Service:
         return message("ServerReadyResponse")(ready=self._readiness.server)
 
     async def server_metadata(self, _request: Any, context: Context) -> Any:
-        self._caller(context)
+        await self._caller(context)
         return message("ServerMetadataResponse")(**models.server_metadata())
 
     async def model_ready(self, request: Any, context: Context) -> Any:
         """An answer and no error for what isn't there, as from Triton: clients ask to know."""
-        self._caller(context)
+        await self._caller(context)
         try:
             found = models.find(self._door.models, request.name, request.version)
         except HeadraceError:
@@ -214,16 +214,16 @@ class _Service:
         return message("ModelReadyResponse")(ready=self._readiness.why_not(found) is None)
 
     async def model_metadata(self, request: Any, context: Context) -> Any:
-        self._caller(context)
+        await self._caller(context)
         found = models.find(self._door.models, request.name, request.version)
         return message("ModelMetadataResponse")(**models.model_metadata(found))
 
     async def repository_index(self, request: Any, context: Context) -> Any:
-        self._caller(context)
+        await self._caller(context)
         return message("RepositoryIndexResponse")(models=self._readiness.index(ready_only=request.ready))
 
     async def model_infer(self, request: Any, context: Context) -> Any:
-        caller = self._caller(context)
+        caller = await self._caller(context)
         ask, serving = await self._begin(caller, request, context)
         try:
             answer = await serving.whole()
@@ -236,7 +236,7 @@ class _Service:
 
     async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """Several requests at once, each answered in one or more parts; one that fails leaves the others alone."""
-        caller = self._caller(context)
+        caller = await self._caller(context)
         # Else it goes with the first message, and again with the status where that message is stuck: gRPC refuses it, and the stream never ends.
         await context.send_initial_metadata(())
         stream = _Stream(context, self._door.settings.reader_stall_ms / 1000)
@@ -348,8 +348,8 @@ class _Service:
         )
         return ask, serving
 
-    def _caller(self, context: Context) -> Caller:
-        return self._door.auth.from_headers(_headers(context))
+    async def _caller(self, context: Context) -> Caller:
+        return await self._door.auth.from_headers(_headers(context))
 
 
 class _Stream:

@@ -108,21 +108,21 @@ class _Rest:
         return _json({"ready": ready}, 200 if ready else 503)
 
     async def server(self, request: Request) -> Response:
-        self._door.auth.from_headers(request.headers)
+        await self._door.auth.from_headers(request.headers)
         return _json(models.server_metadata())
 
     async def model(self, request: Request) -> Response:
-        self._door.auth.from_headers(request.headers)
+        await self._door.auth.from_headers(request.headers)
         return _json(models.model_metadata(models.find(self._door.models, *_named(request))))
 
     async def model_ready(self, request: Request) -> Response:
-        self._door.auth.from_headers(request.headers)
+        await self._door.auth.from_headers(request.headers)
         found = models.find(self._door.models, *_named(request))
         ready = self._readiness.why_not(found) is None
         return _json({"name": found.model, "ready": ready}, 200 if ready else 503)
 
     async def index(self, request: Request) -> Response:
-        self._door.auth.from_headers(request.headers)
+        await self._door.auth.from_headers(request.headers)
         raw = await read_body(request, self._door.settings.body_bytes_max)
         wish = read_json(raw).get("ready") if raw.strip() else None
         if wish is not None and not isinstance(wish, bool):
@@ -160,7 +160,7 @@ class _Rest:
         door = self._door
         arrived_s = asyncio.get_running_loop().time()
         headers = heads(request)
-        caller = door.auth.from_headers(headers)
+        caller = await door.auth.from_headers(headers)
         leaving = headers.get(DISCONNECT_HEADER.lower())
         raw = await read_body(request, door.settings.body_bytes_max)
         ask = await parsed_beside(raw, lambda: read(raw, request))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -220,6 +221,33 @@ async def test_callers_share_no_grant(door: FrontDoor) -> None:
     other = Caller("other", "k", ("interactive",))
     assert read(SECRET, door.auth.grant(other)).tenant == "other"
     assert read(SECRET, door.auth.grant(CALLER)).tenant == "t"
+
+
+async def test_a_key_that_is_not_known_yet_is_looked_for_before_it_is_refused(
+    door: FrontDoor, tenants: FakeTenants
+) -> None:
+    key, looks = "hr-new", []
+
+    async def caught_up() -> bool:
+        looks.append(True)
+        kept = ApiKey("k2", hashlib.sha256(key.encode()).hexdigest(), CALLER.tiers, 1)
+        tenants._on_event(TenantChanged("new", "salt", (kept,), 1), SimpleNamespace(timestamp=10))
+        return True
+
+    tenants.caught_up = caught_up  # type: ignore[method-assign]
+    assert (await door.auth.from_key(key)).tenant == "new"
+    assert (await door.auth.from_key(key)).tenant == "new"
+    assert len(looks) == 1
+    for other in ("hr-other", "x" * 1_000):
+        with pytest.raises(HeadraceError, match="the API key is not known"):
+            await door.auth.from_key(other)
+    assert len(looks) == 2
+
+
+async def test_whether_a_key_is_known_can_not_be_told_while_the_log_is_away(door: FrontDoor) -> None:
+    with pytest.raises(HeadraceError, match="the log can't be read") as caught:  # the directory was never started
+        await door.auth.from_key("hr-any")
+    assert caught.value.reason is Reason.UNAVAILABLE
 
 
 def test_an_expired_grant_is_minted_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from aiokafka import ConsumerRecord
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 
 from infra.broker import EmbeddedKafka
 from infra.directory import ModelDirectory, TenantDirectory, WorkerDirectory
@@ -79,6 +79,67 @@ async def test_a_view_catches_up_then_follows(kafka: KafkaSettings, producer: Ev
     assert not await view.until(lambda: False, 0.05)
     await view.stop()
     await view.stop()
+
+
+async def test_what_stands_in_the_topic_at_the_call_is_applied_once_it_is_caught_up(
+    kafka: KafkaSettings, producer: EventProducer, topic: str
+):
+    seen = Seen()
+    view = View(kafka, topic, seen.apply)
+    await view.start()
+
+    async def tell(name: str) -> bool:
+        await producer.send_and_wait(topic, cancelled(name), key=name)
+        return await view.caught_up() and name in seen.ids
+
+    found = [await asyncio.gather(*(tell(f"{turn}-{number}") for number in range(20))) for turn in range(5)]
+
+    assert all(map(all, found))
+    await view.stop()
+
+
+async def test_who_asks_for_what_was_told_since_a_look_began_gets_the_next_look(
+    kafka: KafkaSettings, producer: EventProducer, topic: str, monkeypatch: pytest.MonkeyPatch
+):
+    view = View(kafka, topic, Seen().apply)
+    await view.start()
+    asked: list[int] = []
+    ends_of = AIOKafkaConsumer.end_offsets
+
+    async def end_offsets(consumer: AIOKafkaConsumer, partitions: list[TopicPartition]) -> dict[TopicPartition, int]:
+        asked.append(len(partitions))
+        ends: dict[TopicPartition, int] = await ends_of(consumer, partitions)
+        return ends
+
+    monkeypatch.setattr(AIOKafkaConsumer, "end_offsets", end_offsets)
+    first = asyncio.create_task(view.caught_up())
+    await view.until(lambda: False, 0)  # the first look is on its way
+    others = [asyncio.create_task(view.caught_up()) for _ in range(100)]
+
+    assert await first and all(await asyncio.gather(*others))
+    assert len(asked) <= 2
+    await view.stop()
+
+
+async def test_a_view_that_is_stopped_or_can_not_read_is_not_caught_up(
+    kafka: KafkaSettings, topic: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("infra.views.LOOK_S_MAX", 0.2)
+    view = View(kafka, topic, Seen().apply)
+    assert not await view.caught_up()
+    await view.start()
+    assert await view.caught_up()
+
+    async def never(_consumer: AIOKafkaConsumer, _partitions: list[TopicPartition]) -> dict[TopicPartition, int]:
+        await asyncio.sleep(WAIT_S)
+        return {}
+
+    monkeypatch.setattr(AIOKafkaConsumer, "end_offsets", never)
+    assert not await view.caught_up()
+    monkeypatch.undo()
+    assert await view.caught_up()
+    await view.stop()
+    assert not await view.caught_up()
 
 
 async def test_an_empty_topic_is_caught_up_at_once(kafka: KafkaSettings, topic: str):
