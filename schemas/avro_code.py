@@ -23,7 +23,7 @@ VARINTS_KEPT, TIMES_KEPT = 1 << 14, 1 << 12
 """Larger ones are times and places, which recur a few times within a moment."""
 WORD_CHARS_MAX, SENTENCE_BYTES_MAX, WORDS_KEPT = 32, 96, 1 << 12
 """A request's id is longer, and doesn't recur."""
-LONG_BYTES_MAX = 10
+LONG_BYTES_MAX, TIME_BYTES = 10, 6
 INT64_MAX = (1 << 63) - 1
 UINT64_MAX = (1 << 64) - 1
 ARRAY_END = b"\x00"
@@ -103,9 +103,35 @@ _LONGS = _Longs()
 _WORDS = _Words()
 
 
+class _KnownForms(dict[bytes, Any]):
+    """Records of nothing but strings, by how they are written: most recur. So many of short ones are kept."""
+
+    def __init__(self, read: Callable[[bytes, int], Any]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __missing__(self, form: bytes) -> Any:
+        value = self._read(form, 0)
+        if len(form) <= SENTENCE_BYTES_MAX:
+            if len(self) >= WORDS_KEPT:
+                self.clear()
+            self[form] = value
+        return value
+
+
+_HIGH: dict[bytes, int] = {}
+"""What the last bytes of an integer as long as a time in milliseconds add to it, by those: they change every eight seconds."""
+
+
 def _more(body: bytes, at: int, first: int) -> tuple[int, int]:
     """The rest of an integer of several bytes, still zigzag, and where it ends."""
-    found = first & 0x7F
+    second = body[at]
+    if second <= 0x7F:
+        return first & 0x7F | second << 7, at + 1
+    high = _HIGH.get(body[at + 1 : at + TIME_BYTES - 1])
+    if high is not None:
+        return first & 0x7F | (second & 0x7F) << 7 | high, at + TIME_BYTES - 1
+    begin, found = at, first & 0x7F
     for shift in range(7, 7 * LONG_BYTES_MAX, 7):
         byte = body[at]
         at += 1
@@ -114,6 +140,10 @@ def _more(body: bytes, at: int, first: int) -> tuple[int, int]:
             break
     if byte > 0x7F or found > UINT64_MAX:
         raise ValueError("an integer has more than 64 bits")
+    if at - begin == TIME_BYTES - 1:
+        if len(_HIGH) >= WORDS_KEPT:
+            _HIGH.clear()
+        _HIGH[body[begin + 1 : at]] = found & ~0x3FFF
     return found, at
 
 
@@ -169,6 +199,14 @@ def _parts(cls: type[Any]) -> Iterator[tuple[str, Any, str]]:
     for field, annotation in fields(cls):
         given = default(field)
         yield field.name, annotation, "1" if given is not dataclasses.MISSING and given is not None else "0"
+
+
+def _only_words(annotation: Any) -> list[str]:
+    """The names of a record's fields, if all are strings, else none."""
+    if not isinstance(annotation, type) or not dataclasses.is_dataclass(annotation):
+        return []
+    parts = list(_parts(annotation))
+    return [name for name, _, _ in parts] if all(inner is str for _, inner, _ in parts) else []
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -271,11 +309,9 @@ class _Writer:
             key, form = self._fresh(_text_form), self._fresh(self._form(typing.get_args(annotation)[1]))
             return f"[{key}(key) + {form}(value) for key, value in {name}.items()]"
         of = typing.get_args(annotation)[0]
-        if typing.get_origin(of) is None and of not in _FORMS:
-            names = [field for field, inner, _ in _parts(of) if inner is str]
-            if 1 < len(names) == len(fields(of)):
-                words, form = self._fresh(operator.attrgetter(*names)), self._fresh(_Sentences().__getitem__)
-                return f"map({form}, map({words}, {name}))"
+        if len(names := _only_words(of)) > 1:
+            words, form = self._fresh(operator.attrgetter(*names)), self._fresh(_Sentences().__getitem__)
+            return f"map({form}, map({words}, {name}))"
         return f"map({self._fresh(self._form(of))}, {name})"
 
     def _form(self, annotation: Any) -> Callable[[Any], bytes]:
@@ -355,6 +391,8 @@ def _read_items(source: _Source, depth: int, annotation: Any) -> str:
         source.add(depth + 1, f"{put}, at = longs(body, at, {count})", f"{found} += {put}")
         return f"tuple({found})"
     source.add(depth + 1, f"for _ in range({count}):")
+    if not is_map:
+        _read_known(source, depth + 2, typing.get_args(annotation)[0], found)
     if is_map:
         key = _read(source, depth + 2, str)
         source.add(depth + 2, f"{put} = {key}")
@@ -362,3 +400,17 @@ def _read_items(source: _Source, depth: int, annotation: Any) -> str:
         return found
     source.add(depth + 2, f"{found}.append({_read(source, depth + 2, typing.get_args(annotation)[0])})")
     return f"tuple({found})"
+
+
+def _read_known(source: _Source, depth: int, of: Any, found: str) -> None:
+    """Before an entry is read: whether it is a record of short strings alone, whose lengths are an even byte each. It isn't read, then, if it is known."""
+    short, place = [], "at"
+    for _ in _only_words(of):
+        length, after = source.fresh(), source.fresh()
+        short.append(f"({length} := body[{place}]) & 129")
+        place = f"{after} := {place.partition(' ')[0]} + 1 + ({length} >> 1)"
+    if short:
+        known, end = source.fresh(), place.partition(" ")[0]
+        source.known[known] = _KnownForms(reading(of))
+        source.add(depth, f"if not ({' or '.join(short)}):", f"    {place.replace(':=', '=')}")
+        source.add(depth, f"    {found}.append({known}[body[at:{end}]])", f"    at = {end}", "    continue")

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.avro_code import (
+    _HIGH,
     _LONGS,
     LONGS_KEPT,
     MISFITS,
@@ -22,9 +23,12 @@ from schemas.avro_code import (
     VARINTS_KEPT,
     WORD_CHARS_MAX,
     WORDS_KEPT,
+    _KnownForms,
     _Sentences,
     _Words,
     long_form,
+    reading,
+    writing,
 )
 from schemas.avro_form import reader
 from schemas.codec import (
@@ -44,6 +48,7 @@ from schemas.errors import HeadraceError, InvalidField, Undecodable, UnknownSche
 from schemas.events import (
     EVENT_TYPES,
     Attempt,
+    Decision,
     Event,
     InferenceRejected,
     InferenceRequested,
@@ -148,6 +153,58 @@ def test_of_records_of_short_strings_only_so_many_are_kept_and_of_long_ones_none
     kept = len(sentences)
     assert len(sentences["é" * SENTENCE_BYTES_MAX, "x"]) > SENTENCE_BYTES_MAX
     assert len(sentences) == kept
+
+
+def test_of_records_of_short_strings_only_so_many_are_known_when_they_are_read_and_of_long_ones_none() -> None:
+    known, write = _KnownForms(reading(Decision)), writing(Decision, b"")
+    for number in range(2 * WORDS_KEPT):
+        decision = Decision(f"é{number}", "", "x")
+        assert known[write(decision)] == known[write(decision)] == decision
+    assert len(known) <= WORDS_KEPT
+    kept = len(known)
+    long = Decision("é" * SENTENCE_BYTES_MAX, "x")
+    assert known[write(long)] == long
+    assert len(known) == kept
+
+
+DECISIONS = [
+    Decision("a" * length, "é" * other, "z" * rest)
+    for length in (0, 1, 63, 64)
+    for other in (0, 31, 32)
+    for rest in (0, 63, 64)
+]
+
+
+@given(st.lists(st.sampled_from(DECISIONS), max_size=8), st.data())
+def test_decisions_that_recur_are_read_as_they_were_written_and_cut_ones_never(
+    decisions: list[Decision], data: st.DataObject
+) -> None:
+    event = InferenceRejected("id", "t", "m", "interactive", "x", "y", decisions=tuple(decisions))
+    value = encode(event)
+    assert CODEC.decode(value) == CODEC.decode(value) == event
+    cut = data.draw(st.integers(0, len(value) - 1))
+    with pytest.raises(Undecodable):
+        CODEC.decode(value[:cut])
+
+
+@given(
+    st.lists(
+        st.integers(1_700_000_000_000, 1_700_000_020_000) | st.integers(-(1 << 42), 1 << 42), min_size=2, max_size=8
+    )
+)
+def test_times_of_one_moment_are_told_apart(times: list[int]) -> None:
+    made = _TYPES[TokensGenerated]
+    for time_ms in [*times, *times]:
+        event = TokensGenerated("id", time_ms, Attempt(time_ms, -time_ms), time_ms, (time_ms,), "")
+        assert made.read(made.write(event), HEADER_BYTES) == event
+
+
+def test_of_the_high_bits_of_times_only_so_many_are_known() -> None:
+    made = _TYPES[TokensGenerated]
+    for number in range(2 * WORDS_KEPT):
+        event = TokensGenerated("id", (1 << 36) + (number << 14), Attempt(1, 1), 1, (), "")
+        assert made.read(made.write(event), HEADER_BYTES) == event
+    assert len(_HIGH) <= WORDS_KEPT
 
 
 def test_a_value_that_the_made_code_cannot_write_goes_the_generic_way() -> None:

@@ -27,13 +27,16 @@ CONTINUE = {"x-headrace-on-disconnect": "continue"}
 
 @dataclass
 class Followed:
-    """One stream as its caller saw it, over all its connections. `fault` is what should not have happened, or empty."""
+    """One stream as its caller saw it, over all its connections. `fault` is what should not have happened, or empty; `met` what he met at which
+    front door, in turn.
+    """
 
     text: str
     request_id: str = ""
     events: Events = field(default_factory=list)
     connections: int = 0
     fault: str = ""
+    met: list[str] = field(default_factory=list)
 
     def check(self) -> None:
         """Sets `fault` unless the stream told its whole text once, in order."""
@@ -109,7 +112,7 @@ class Followers:
                 async with asyncio.timeout(STREAM_S_MAX):
                     await _Following(self, http, followed, key).follow(doors)
             except TimeoutError:
-                followed.fault = f"left hanging after {followed.connections} connections, {len(followed.events)} events"
+                followed.fault = f"left hanging after {followed.connections} connections, {len(followed.events)} events: {followed.met[-6:]}"
             except Exception as error:
                 followed.fault = f"{error!r}"
             finally:
@@ -136,12 +139,13 @@ class _Following:
         followed = self._followed
         for _ in range(ASKS_MAX):
             door = next(doors)
+            followed.met.append(door)
             try:
                 async with self._connect(door) as answer:
                     if await self._hear(answer):
                         return
-            except httpx.TransportError:
-                pass
+            except httpx.TransportError as error:
+                followed.met.append(repr(error))
             await asyncio.sleep(RETRY_S)
         followed.fault = "asked too often"
 
@@ -164,6 +168,7 @@ class _Following:
         if answer.status_code != 200:
             await answer.aread()
             self._followers.refused[answer.status_code] += 1
+            followed.met.append(f"{answer.status_code} {answer.text}")
             if answer.status_code in TRY_AGAIN:
                 return False
             followed.fault = f"{answer.status_code}: {answer.text}"
