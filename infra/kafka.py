@@ -37,9 +37,10 @@ METADATA_AGE_MS = 30_000
 SILENT_AFTER_S = 2.0
 SILENT_WAIT_MS = 1_000
 """What is asked next on the same connection waits behind a fetch: a rebalance, too."""
-GROUPED_WAIT_MS, GROUPED_BYTES = 8, 64 * 1024
-"""So long the broker gathers records that come fast, or so many bytes of them;"""
-GROUPED_MIN = 2.5
+GROUPED_WAIT_MS, GROUPED_BYTES = 2, 64 * 1024
+"""So long the broker gathers records that come fast, or so many bytes of them: 8 ms saved another tenth of admission's work, and made every request wait
+three times as long there;"""
+GROUPED_MIN = 1.0
 """of which there must be so many in that time, on the average of `RATE_OVER_S`."""
 RATE_OVER_S = 0.5
 SESSION_TIMEOUT_MS = 10_000

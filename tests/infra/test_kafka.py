@@ -78,7 +78,7 @@ def test_only_records_that_come_fast_are_fetched_in_groups():
         return fetcher._fetch_max_wait_ms, fetcher._fetch_min_bytes
 
     assert asked_for(100) == (250, 1)
-    assert asked_for(500) == (GROUPED_WAIT_MS, GROUPED_BYTES)
+    assert asked_for(1_000) == (GROUPED_WAIT_MS, GROUPED_BYTES)
     assert asked_for(0) == (250, 1)
     grouped.heard(consumer, 40)
     assert fetcher._fetch_min_bytes == 1, "one group that came at once is no stream"
