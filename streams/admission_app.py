@@ -56,7 +56,8 @@ async def run(settings: AdmissionSettings, stop: asyncio.Event) -> None:
     """Run admission for one tier until `stop` is set. Raises what makes it impossible to go on."""
     topic = requests_topic(settings.tier)
     payloads = Payloads.of(settings)
-    producer, decoder = EventProducer(settings.kafka, PROCESS, payloads), EventDecoder(settings.kafka, payloads)
+    producer = EventProducer(settings.kafka, PROCESS, payloads, gather=True)
+    decoder = EventDecoder(settings.kafka, payloads)
     world, tokenizers = LiveWorld(settings.kafka), Tokenizers(settings.tokenise_threads)
     ledgers = Ledgers(settings.kafka, settings.tier, producer, decoder)
     world.ledgers = ledgers

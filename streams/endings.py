@@ -291,7 +291,8 @@ def _count(output: Event) -> None:
 async def run(settings: EndingsSettings, stop: asyncio.Event) -> None:
     """Run endings until `stop` is set. Raises what makes it impossible to go on."""
     payloads = Payloads.of(settings)
-    producer, decoder = EventProducer(settings.kafka, PROCESS, payloads), EventDecoder(settings.kafka, payloads)
+    producer = EventProducer(settings.kafka, PROCESS, payloads, gather=True)
+    decoder = EventDecoder(settings.kafka, payloads)
     batching = Batching(FETCH_WAIT_MS, FETCH_BYTES_MIN)
     consumer = make_consumer(
         settings.kafka,
