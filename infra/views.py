@@ -113,7 +113,9 @@ class View:
         """
         if self._next_look is None:
             self._next_look = asyncio.create_task(self._look_after(self._look), name=f"look into {self.topic}")
-        return await asyncio.shield(self._next_look)
+        look = self._next_look
+        await asyncio.wait([look])  # for all who ask: who leaves doesn't end it
+        return not look.cancelled() and look.result()
 
     async def _look_after(self, before: asyncio.Task[bool] | None) -> bool:
         """One look to the present end. A look that has begun is no answer to who asks after it, so the next begins when it is over."""

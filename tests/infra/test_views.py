@@ -136,6 +136,14 @@ async def test_a_view_that_is_stopped_or_can_not_read_is_not_caught_up(
 
     monkeypatch.setattr(AIOKafkaConsumer, "end_offsets", never)
     assert not await view.caught_up()
+    monkeypatch.setattr("infra.views.LOOK_S_MAX", WAIT_S)
+    other = View(kafka, topic, Seen().apply)
+    await other.start()
+    asking = [asyncio.create_task(other.caught_up()) for _ in range(3)]
+    await other.until(lambda: False, 0.1)
+    asking[0].cancel()
+    await other.stop()
+    assert [await one for one in asking[1:]] == [False, False], "it was stopped meanwhile"
     monkeypatch.undo()
     assert await view.caught_up()
     await view.stop()
