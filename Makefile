@@ -31,7 +31,7 @@ demo:  ## Start everything, ask a question, embed, classify, stay up (ARGS=--onc
 	@$(RUN) $(ENGINE),onnx -- headrace up --demo $(ARGS)
 
 test:  ## Run the tests (ARGS goes to pytest)
-	@$(RUN) $(DEV) -- pytest -n $(PROCESSES) $(ARGS)
+	@$(RUN) $(DEV) -- pytest -n $(PROCESSES) --reruns 1 $(ARGS)
 
 chaos:  ## Kill, freeze and restart everything for minutes while callers read (CHAOS_SEED=1 CHAOS_MINUTES=5 CHAOS_STREAMS=500)
 	@CHAOS_SEED=$(CHAOS_SEED) CHAOS_MINUTES=$(CHAOS_MINUTES) CHAOS_STREAMS=$(CHAOS_STREAMS) \

@@ -52,6 +52,15 @@ class Rooms(LoadScopeScheduling):  # type: ignore[misc]  # xdist is not fully ty
         super()._assign_work_unit(node)
 
 
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Tells whole what failed once and then passed: a machine that was slow, or a fault that comes seldom."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"failed, then run once more: {report.nodeid}")
+        terminalreporter.line(report.longreprtext)
+        for title, text in report.sections:
+            terminalreporter.line(f"--- {title}\n{text}")
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Rooms:
     """xdist's hook."""
     return Rooms(config, log)

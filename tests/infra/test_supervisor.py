@@ -132,7 +132,7 @@ async def test_a_child_that_crashes_at_its_start_is_reported_with_its_last_words
     port = ports.free_port()
     await running.start(python("worker", "raise SystemExit('no such model: tiny')", ops_port=port))
 
-    with pytest.raises(ChildFailed, match=r"worker crashed 2 times, last with status 1(.|\n)*no such model: tiny"):
+    with pytest.raises(ChildFailed, match=r"worker crashed \d+ times, last with status 1(.|\n)*no such model: tiny"):
         await running.ready("worker", WAIT_S)
 
 
