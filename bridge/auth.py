@@ -49,18 +49,10 @@ class Authenticator:
         return await self.from_key(key.strip())
 
     async def from_key(self, key: str) -> Caller:
-        """The caller whose key this is. One that isn't known may be newer than what was read, so the rest is read first.
-
-        Raises HeadraceError: invalid_api_key; permission_denied if it may not make live calls; unavailable if the rest can't be read at present.
+        """The caller whose key this is. Raises HeadraceError: invalid_api_key; permission_denied if it may not make live calls; unavailable if
+        whether it is known can't be told at present.
         """
-        found = self._find(key)
-        if found is None and len(key) <= KEY_CHARS_MAX:
-            if not await self._tenants.caught_up():
-                raise HeadraceError(
-                    Reason.UNAVAILABLE,
-                    "whether the API key is known can't be told, as the log can't be read; try again",
-                )
-            found = self._find(key)
+        found = await self._find(key)
         if found is None:
             raise HeadraceError(Reason.INVALID_API_KEY, "the API key is not known")
         tenant, api_key = found
@@ -70,10 +62,20 @@ class Authenticator:
             raise HeadraceError(Reason.PERMISSION_DENIED, f"the API key may not make {INTERACTIVE} calls")
         return Caller(tenant.tenant, api_key.key_id, api_key.tiers)
 
-    def _find(self, key: str) -> tuple[TenantChanged, ApiKey] | None:
+    async def _find(self, key: str) -> tuple[TenantChanged, ApiKey] | None:
+        """A key that isn't known may be newer than what was read, so the rest is read first."""
         if len(key) > KEY_CHARS_MAX:
             return None
-        return self._tenants.by_key_hash(hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest())
+        sha256 = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+        found = self._tenants.by_key_hash(sha256)
+        if found is None:
+            if not await self._tenants.caught_up():
+                raise HeadraceError(
+                    Reason.UNAVAILABLE,
+                    "whether the API key is known can't be told, as the log can't be read; try again",
+                )
+            found = self._tenants.by_key_hash(sha256)
+        return found
 
     def require(self, caller: Caller) -> None:
         """Raises HeadraceError (invalid_api_key) if the key by which the caller was known holds no more."""

@@ -30,8 +30,27 @@ ARRAY_END = b"\x00"
 """What follows an array's entries; all that an empty one is."""
 
 
-class _Varints(dict[int, bytes]):
-    """Whole numbers as they are written: seven bits a byte, the lowest first. What was asked for is kept, so many at most."""
+Key = typing.TypeVar("Key")
+Value = typing.TypeVar("Value")
+
+
+class _Kept(dict[Key, Value]):
+    """What was made of something, by that: so many at most, then it begins anew."""
+
+    kept_max = WORDS_KEPT
+
+    def keep(self, key: Key, value: Value) -> Value:
+        """The value, which is kept."""
+        if len(self) >= self.kept_max:
+            self.clear()
+        self[key] = value
+        return value
+
+
+class _Varints(_Kept[int, bytes]):
+    """Whole numbers as they are written: seven bits a byte, the lowest first. What was asked for is kept."""
+
+    kept_max = VARINTS_KEPT
 
     def __missing__(self, rest: int) -> bytes:
         out, number = [], rest
@@ -39,10 +58,7 @@ class _Varints(dict[int, bytes]):
             out.append(rest & 0x7F | 0x80)
             rest >>= 7
         out.append(rest)
-        if len(self) >= VARINTS_KEPT:
-            self.clear()
-        self[number] = form = bytes(out)
-        return form
+        return self.keep(number, bytes(out))
 
 
 _SEVEN_BITS = [bytes([number | 0x80]) for number in range(0x80)]
@@ -76,35 +92,27 @@ class _Longs(dict[int, bytes]):
         return form
 
 
-class _Sentences(dict[tuple[str, ...], bytes]):
-    """Records of nothing but strings as they are written, by those: what checks found recurs as a whole. So many of short ones are kept."""
+class _Sentences(_Kept[tuple[str, ...], bytes]):
+    """Records of nothing but strings as they are written, by those: what checks found recurs as a whole. Short ones are kept."""
 
     def __missing__(self, words: tuple[str, ...]) -> bytes:
         form = b"".join(map(_text_form, words))
-        if len(form) <= SENTENCE_BYTES_MAX:
-            if len(self) >= WORDS_KEPT:
-                self.clear()
-            self[words] = form
-        return form
+        return self.keep(words, form) if len(form) <= SENTENCE_BYTES_MAX else form
 
 
-class _Words(dict[str, bytes]):
-    """Short strings as they are written. Most recur: names of topics, models, checks and what these found. So many are kept."""
+class _Words(_Kept[str, bytes]):
+    """Short strings as they are written. Most recur: names of topics, models, checks and what these found."""
 
     def __missing__(self, word: str) -> bytes:
-        encoded = word.encode()
-        if len(self) >= WORDS_KEPT:
-            self.clear()
-        self[word] = form = _LONGS[len(encoded)] + encoded
-        return form
+        return self.keep(word, _long_text(word))
 
 
 _LONGS = _Longs()
 _WORDS = _Words()
 
 
-class _KnownForms(dict[bytes, Any]):
-    """Records of nothing but strings, by how they are written: most recur. So many of short ones are kept."""
+class _KnownForms(_Kept[bytes, Any]):
+    """Records of nothing but strings, by how they are written: most recur. Short ones are kept."""
 
     def __init__(self, read: Callable[[bytes, int], Any]) -> None:
         super().__init__()
@@ -112,14 +120,10 @@ class _KnownForms(dict[bytes, Any]):
 
     def __missing__(self, form: bytes) -> Any:
         value = self._read(form, 0)
-        if len(form) <= SENTENCE_BYTES_MAX:
-            if len(self) >= WORDS_KEPT:
-                self.clear()
-            self[form] = value
-        return value
+        return self.keep(form, value) if len(form) <= SENTENCE_BYTES_MAX else value
 
 
-_HIGH: dict[bytes, int] = {}
+_HIGH = _Kept[bytes, int]()
 """What the last bytes of an integer as long as a time in milliseconds add to it, by those: they change every eight seconds."""
 
 
@@ -141,9 +145,7 @@ def _more(body: bytes, at: int, first: int) -> tuple[int, int]:
     if byte > 0x7F or found > UINT64_MAX:
         raise ValueError("an integer has more than 64 bits")
     if at - begin == TIME_BYTES - 1:
-        if len(_HIGH) >= WORDS_KEPT:
-            _HIGH.clear()
-        _HIGH[body[begin + 1 : at]] = found & ~0x3FFF
+        _HIGH.keep(body[begin + 1 : at], found & ~0x3FFF)
     return found, at
 
 
@@ -391,26 +393,26 @@ def _read_items(source: _Source, depth: int, annotation: Any) -> str:
         source.add(depth + 1, f"{put}, at = longs(body, at, {count})", f"{found} += {put}")
         return f"tuple({found})"
     source.add(depth + 1, f"for _ in range({count}):")
-    if not is_map:
-        _read_known(source, depth + 2, typing.get_args(annotation)[0], found)
     if is_map:
         key = _read(source, depth + 2, str)
         source.add(depth + 2, f"{put} = {key}")
         source.add(depth + 2, f"{found}[{put}] = {_read(source, depth + 2, typing.get_args(annotation)[1])}")
         return found
-    source.add(depth + 2, f"{found}.append({_read(source, depth + 2, typing.get_args(annotation)[0])})")
+    of = typing.get_args(annotation)[0]
+    _read_known(source, depth + 2, of, found)
+    source.add(depth + 2, f"{found}.append({_read(source, depth + 2, of)})")
     return f"tuple({found})"
 
 
 def _read_known(source: _Source, depth: int, of: Any, found: str) -> None:
     """Before an entry is read: whether it is a record of short strings alone, whose lengths are an even byte each. It isn't read, then, if it is known."""
-    short, place = [], "at"
+    long, end = [], "at"
     for _ in _only_words(of):
-        length, after = source.fresh(), source.fresh()
-        short.append(f"({length} := body[{place}]) & 129")
-        place = f"{after} := {place.partition(' ')[0]} + 1 + ({length} >> 1)"
-    if short:
-        known, end = source.fresh(), place.partition(" ")[0]
+        place, length = source.fresh(), source.fresh()
+        long.append(f"({length} := body[({place} := {end})]) & 129")
+        end = f"{place} + 1 + ({length} >> 1)"
+    if long:
+        known, after = source.fresh(), source.fresh()
         source.known[known] = _KnownForms(reading(of))
-        source.add(depth, f"if not ({' or '.join(short)}):", f"    {place.replace(':=', '=')}")
-        source.add(depth, f"    {found}.append({known}[body[at:{end}]])", f"    at = {end}", "    continue")
+        source.add(depth, f"if not ({' or '.join(long)}):", f"    {after} = {end}")
+        source.add(depth, f"    {found}.append({known}[body[at:{after}]])", f"    at = {after}", "    continue")
