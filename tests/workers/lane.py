@@ -25,6 +25,7 @@ from schemas.errors import Undecodable
 from schemas.events import (
     Event,
     GenerationStarted,
+    InferenceCancelled,
     InferenceCompleted,
     InferenceFailed,
     InferenceScheduled,
@@ -35,7 +36,7 @@ from schemas.events import (
     WorkerReported,
 )
 from schemas.ids import request_id
-from schemas.topics import REGISTRY, TOKENS, WORKERS, work_topic
+from schemas.topics import CONTROL, REGISTRY, TOKENS, WORKERS, work_topic
 from workers.main import run
 
 WAIT_S = 40.0
@@ -125,6 +126,11 @@ class Lane:
         )  # fmt: skip
         await self.producer.send_and_wait(self.topic(tier), event, partition=partition, key=rid, **more)
         return rid
+
+    async def cancel(self, *rids: str, tenant: str = "acme") -> None:
+        """Tells workers that these aren't wanted any more."""
+        for rid in rids:
+            await self.producer.send_and_wait(CONTROL, InferenceCancelled(rid, tenant), key=rid)
 
     def topic(self, tier: str = "interactive") -> str:
         return work_topic(self.version.model, self.version.version, tier)

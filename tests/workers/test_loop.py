@@ -22,8 +22,8 @@ from schemas.events import (
     Sampling,
     TokensGenerated,
 )
-from schemas.topics import CONTROL, DEAD_LETTERS, TOKENS, WORKERS
-from tests.workers.lane import Lane, open_lane
+from schemas.topics import DEAD_LETTERS, TOKENS, WORKERS
+from tests.workers.lane import open_lane
 
 
 async def test_an_answer_is_streamed_and_ended(kafka: KafkaSettings) -> None:
@@ -64,10 +64,6 @@ async def test_more_choices_than_slots(kafka: KafkaSettings) -> None:
         assert read.texts == dict.fromkeys(range(5), f"n{i}")
 
 
-async def cancel(lane: Lane, rid: str, tenant: str = "acme") -> None:
-    await lane.producer.send_and_wait(CONTROL, InferenceCancelled(rid, tenant), key=rid)
-
-
 LONG: dict[str, Any] = {"tokens": ["x"], "repeat": 2_000, "token_ms": 20}
 
 
@@ -75,7 +71,7 @@ async def test_a_running_job_is_aborted_when_cancelled(kafka: KafkaSettings) -> 
     async with open_lane(kafka, slots=1) as lane, lane.worker():
         rid = await lane.ask(LONG)
         await lane.until_tokens(rid, 3)
-        await cancel(lane, rid)
+        await lane.cancel(rid)
         (after,) = await lane.until_closed(await lane.ask("next"))  # the only slot is free
         made = len((await lane.read(rid)).ids[0])
         await asyncio.sleep(0.3)
@@ -88,14 +84,14 @@ async def test_a_running_job_is_aborted_when_cancelled(kafka: KafkaSettings) -> 
 async def test_a_queued_job_that_is_cancelled_never_runs(kafka: KafkaSettings) -> None:
     async with open_lane(kafka, slots=1) as lane:
         early = await lane.ask("cancelled before the worker came")
-        await cancel(lane, early)
+        await lane.cancel(early)
         async with lane.worker():
             running = await lane.ask({"tokens": ["x"], "repeat": 50, "token_ms": 20})
             queued = await lane.ask("cancelled in the window")
             other = await lane.ask("another tenant's cancel doesn't count")
             await lane.until_tokens(running, 1)
-            await cancel(lane, queued)
-            await cancel(lane, other, tenant="someone-else")
+            await lane.cancel(queued)
+            await lane.cancel(other, tenant="someone-else")
             await lane.until_closed(running, other)
             reads = [await lane.read(early), await lane.read(queued)]
     assert [read.counted for read in reads] == [[], []]
@@ -116,19 +112,6 @@ async def test_what_is_past_its_deadline_never_runs(kafka: KafkaSettings) -> Non
     assert (read.ending.reason, read.ending.if_not_started) == ("deadline_exceeded", True)
     assert read.counted == [read.ending]
     assert not read.ignored
-
-
-async def test_interactive_work_goes_before_batch_work(kafka: KafkaSettings) -> None:
-    same = Reply(TOKENS, 0)
-    async with open_lane(kafka, slots=1) as lane:
-        batch = [
-            await lane.ask({"tokens": [f"{i}"], "first_token_ms": 30}, tier="batch", reply=same) for i in range(20)
-        ]
-        live = await lane.ask("now", reply=same)
-        async with lane.worker():
-            await lane.until_closed(live, *batch)
-    order = [rid for rid in lane.started if rid in {live, *batch}]
-    assert order.index(live) <= 2  # batch work may have been fetched, and one begun, before it
 
 
 JUNK = {

@@ -25,7 +25,7 @@ from schemas.events import (
 )
 from schemas.topics import TOKENS
 from tests.workers.lane import Lane, open_lane
-from tests.workers.test_loop import LONG, cancel
+from tests.workers.test_loop import LONG
 from tests.workers.test_takeover import check_whole, process
 from workers.engines.port import EngineChunk, EngineDead, EngineRequest, EngineStats
 from workers.engines.scripted import EXIT_STATUS, ScriptedEngine
@@ -117,10 +117,10 @@ async def test_what_a_suspect_held_back_begins_when_it_no_longer_waits(kafka: Ka
             await asyncio.sleep(0.5)
             assert not (await lane.read(fresh)).starts
             if way == "cancelled":
-                await cancel(lane, suspect)
+                await lane.cancel(suspect)
             (read,) = await lane.until_closed(fresh)
             assert (await lane.read(long)).state.closed is None
-            await cancel(lane, long)
+            await lane.cancel(long)
         told = await lane.read(suspect)
     assert read.text == "held back"
     assert len(told.starts) == FAILURES_MAX - 1
