@@ -16,16 +16,18 @@ from infra.topics import ensure
 from schemas.events import (
     Attempt,
     ChoiceEnd,
-    Event,
     GenerationStarted,
     InferenceAdmitted,
     InferenceAnswered,
+    InferenceCancelled,
     InferenceCompleted,
+    InferenceFailed,
     InferenceRejected,
     InferenceScheduled,
     InferenceStarted,
     ModelPromoted,
     ModelVersionRegistered,
+    Quota,
     Reply,
     Sampling,
     Timings,
@@ -35,11 +37,14 @@ from schemas.events import (
 from schemas.topics import ANSWERS, CACHE_HEADER, LIFECYCLE, REGISTRY, TOKENS, model_topics
 from tests.redis_server import RedisServer
 from tests.streams.site import CONTEXT, WAIT_S, Agent, Site, new_id, open_site
+from tests.streams.test_accounts import limit
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("endings", "admission")]
 GREEDY = Sampling(temperature=0.0, max_tokens=50)
 ATTEMPT = Attempt(3, 1)
 TEXT = "a headrace leads water to the wheel, " * 2
+PLENTY = 100_000
+"""Tokens a day."""
 
 
 @pytest.fixture(scope="module", params=["memory", "redis"])
@@ -91,24 +96,23 @@ async def site(kafka: KafkaSettings) -> AsyncIterator[Site]:
         yield found
 
 
-async def generate(site: Site, work: InferenceScheduled, text: str = TEXT) -> None:
-    """Be the worker."""
+def generation(
+    work: InferenceScheduled, text: str = TEXT
+) -> tuple[GenerationStarted, TokensGenerated, InferenceCompleted]:
+    """What a worker tells of some work."""
     where = (work.request_id, work.tenant, work.model, work.version, work.tier)
     ids = tuple(text.encode())
-    reply = work.reply
-    events: tuple[Event, ...] = (
-        GenerationStarted(*where, ATTEMPT, (0,), len(work.prompt_token_ids), "w", cache_key=work.cache_key),
+    usage = Usage(len(work.prompt_token_ids), len(ids))
+    return (
+        GenerationStarted(*where, ATTEMPT, (0,), usage.prompt_tokens, "w", cache_key=work.cache_key),
         TokensGenerated(work.request_id, 0, ATTEMPT, 0, ids, text),
-        InferenceCompleted(
-            *where,
-            ATTEMPT,
-            (ChoiceEnd(0, len(ids), "stop"),),
-            Usage(len(work.prompt_token_ids), len(ids)),
-            Timings(),
-            "w",
-        ),
+        InferenceCompleted(*where, ATTEMPT, (ChoiceEnd(0, len(ids), "stop"),), usage, Timings(), "w"),
     )
-    await site.tokens(*events, topic=reply.topic, partition=reply.partition)
+
+
+async def generate(site: Site, work: InferenceScheduled, text: str = TEXT) -> None:
+    """Be the worker."""
+    await site.tokens(*generation(work, text), topic=work.reply.topic, partition=work.reply.partition)
 
 
 async def verdict(site: Site, rid: str) -> str:
@@ -247,6 +251,47 @@ async def test_a_failed_answer_is_not_kept(site: Site) -> None:
     assert (answer.error_reason, answer.cache_key) == ("inconsistent_stream", "")
     await fill(site, "later")
     assert await verdict(site, await site.ask("fails", sampling=GREEDY)) == "miss"
+
+
+async def test_a_cancelled_answer_is_not_kept_whatever_it_had_made(site: Site) -> None:
+    rid = await site.ask("cancelled", sampling=GREEDY)
+    work = await site.of(site.work, InferenceScheduled, rid)
+    begun, made, completed = generation(work)
+    await site.tokens(begun, made)
+    await site.send(InferenceCancelled(rid))
+    assert (await site.of(TOKENS, InferenceFailed, rid)).reason == "cancelled"
+    await site.tokens(completed)  # by a worker that hasn't heard of it
+    answer = await site.of(ANSWERS, InferenceAnswered, rid)
+    assert (answer.error_reason, answer.cache_key, answer.choices[0].text) == ("cancelled", "", TEXT)
+    assert CACHE_HEADER not in dict(site.record_of(ANSWERS, answer).headers)
+    await fill(site, "after it was cancelled")
+    assert await verdict(site, await site.ask("cancelled", sampling=GREEDY)) == "miss"
+    assert len(await site.all(ANSWERS, InferenceAnswered, lambda told: told.request_id == rid)) == 1
+
+
+async def test_by_setting_a_hit_costs_its_tokens(site: Site) -> None:
+    await register(site, cache_hit_cost="tokens")
+    await fill(site, "priced")
+    await limit(site, Quota("interactive", tokens_per_day=PLENTY))
+    first, left_then = await paid_hit(site, "priced")
+    _, left_now = await paid_hit(site, "priced")
+    told = await site.all(LIFECYCLE, InferenceAdmitted, lambda event: event.tenant == site.tenant)
+    assert left_then - left_now == sum(event.reserved_tokens for event in told[told.index(first) + 1 :])
+    await limit(site, Quota("interactive", tokens_per_day=PLENTY - left_now + 1))
+    refusal = await site.of(LIFECYCLE, InferenceRejected, await site.ask("priced", sampling=GREEDY))
+    assert refusal.reason == "rate_limited"
+
+
+async def paid_hit(site: Site, prompt: str) -> tuple[InferenceAdmitted, int]:
+    """A hit that cost what its answer did, and the tokens that its tenant has left; returns once admission has heard that it ended."""
+    rid = await until(site, prompt, "hit")
+    admitted = await site.of(LIFECYCLE, InferenceAdmitted, rid)
+    assert admitted.reserved_tokens == len(prompt) + len(TEXT)
+    begun = await site.of(TOKENS, GenerationStarted, rid)
+    assert begun.rates is not None and begun.rates.tokens is not None
+    await site.of(LIFECYCLE, InferenceCompleted, rid)
+    await asyncio.sleep(0.3)
+    return admitted, begun.rates.tokens.remaining
 
 
 async def test_the_cache_is_measured(site: Site, admission: Agent) -> None:
