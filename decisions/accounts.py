@@ -49,8 +49,9 @@ OPEN_SAVED_MAX = 20_000
 SAVED_AGAIN_MS, SAVED_AGAIN_MS_MAX = 20, 20_000
 """A tenant's row is this much older for each request that it has open before it is written again, and no more than so much: a large row costs more
 than the reading that it spares."""
-TOLD_MAX = 200_000
-"""Decisions of one partition that are kept because their records may come again; of more, the oldest is forgotten."""
+TOLD_MAX = 300_000
+"""Decisions of one partition that are kept because their records may come again; of more, the oldest is forgotten. No more can come again:
+so many are more than are read beyond the oldest that isn't done, with those that were parked."""
 
 Key = tuple[str, str]
 """Tenant and request id."""
