@@ -40,6 +40,13 @@ pytestmark = pytest.mark.timeout(180)
 CACHED = "cached"
 ADMISSION = "admission-interactive"
 KILLED_CALLS = 40
+UNSERVED: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "response_format": {"type": "json_object"},
+    "not_invented_yet": 1,
+}
+"""What would change an answer and is in no key: a call that says so is refused, and has nothing from the cache."""
 
 
 def entry(version: str = "1", **cache: Any) -> ModelEntry:
@@ -211,6 +218,10 @@ def test_pairs_that_differ_are_two_answers(stack: RunningStack, cached: str) -> 
         assert outcome(other) == "miss" and text_of(other) != text, options
     assert outcome(ask(stack, prompt, key=stack.keys["other"])) == "miss"
     assert outcome(ask(stack, prompt, temperature=0.5)) is None
+    assert outcome(ask(stack, prompt)) == "hit"
+    for name, value in UNSERVED.items():
+        refused = ask(stack, prompt, **{name: value})
+        assert (refused.status_code, refused.json()["error"]["param"], outcome(refused)) == (400, name, None)
 
 
 @pytest.mark.parametrize("stream", [True, False])
