@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from decisions.turnstile import TENANTS_MIN, Pool, opens, pool, share
 from schemas.events import ModelVersionRegistered
+from schemas.topics import BATCH, SHADOW
 from tests.decisions.worlds import NOW, WORK, Seen, worker
 
 VERSION = ModelVersionRegistered("m", "v1", "scripted", "", 100, partitions=4, slots=8)
@@ -40,11 +41,12 @@ def test_a_tenant_has_a_part_of_the_windows(tenants: int, percent: int, most: in
     assert share(256, tenants, percent) == most
 
 
-def test_live_traffic_waits_for_no_other_but_batch_stays_in_the_log_when_the_windows_are_full() -> None:
+@pytest.mark.parametrize("tier", [BATCH, SHADOW])
+def test_live_traffic_waits_for_no_other_but_other_tiers_stay_in_the_log_when_their_windows_are_full(tier: str) -> None:
     full = Pool(64, 64)
     assert opens("interactive", full, 0, 3)
-    assert not opens("batch", full, 0, 3)
-    assert opens("batch", Pool(64, 63), 0, 3)
+    assert not opens(tier, full, 0, 3)
+    assert opens(tier, Pool(64, 63), 0, 3)
 
 
 @given(
