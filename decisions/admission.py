@@ -225,7 +225,7 @@ def check_wait(case: Case, world: World) -> Case | Refusal:
         return Refusal(Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text)
     if (left := _reserved_left(case, world)) > 0:
         return case.noting("wait", PASSED, f"{left} of the slots reserved for the tenant are free")
-    depth = version.max_queue_depth.get(case.tier)
+    depth = None if case.placed else version.max_queue_depth.get(case.tier)
     if depth is not None and not seen.ready:  # nobody tells what is finished in the log, but ledgers know what waits
         seen = replace(seen, waiting=case.ahead + world.queued(version.model, version.version))
     if depth is not None and not (seen.ready and seen.wait_ms == 0) and seen.waiting >= depth:

@@ -110,7 +110,7 @@ class Case:
 
     `requested_ms` is the record's timestamp: with `waited_ms`, how long it has waited for its turn, it is "now" for every check. `keyed` is by what
     it is known when it is asked again. Fields below `stale_ms` are filled on the way. `limited` says whether any limit holds for it. `ahead` of it
-    so many others of its tenant wait for their turn.
+    so many others of its tenant wait for their turn. `placed`: it has waited for its own, in a queue that had room for it.
 
     `cache_key` names its answer in the response cache, and is empty if none can be there. `entry` is what was found under it, `cached_ms` how
     old that is if it is the answer. `beside` is where equal work went last.
@@ -126,6 +126,7 @@ class Case:
     keyed: Keyed | None = None
     waited_ms: int = 0
     ahead: int = 0
+    placed: bool = False
     cache_salt: str = ""
     version: ModelVersionRegistered | None = None
     prompt_token_ids: tuple[int, ...] = ()

@@ -84,7 +84,8 @@ class ModelEntry:
         engine_args: what the engine is built with, as its own documentation names it.
         default_timeout_ms: how long a request that names no timeout may take.
         time_limit_ms: how long an answer may take from its beginning; then it is ended.
-        max_queue_depth: by tier, how many requests may wait for a slot; more are refused. A tier that isn't named has no such limit.
+        max_queue_depth: by tier, how many requests may wait for a slot; more are refused. Of those that aren't before a worker yet only a tenant's
+            own count for it. A tier that isn't named has no such limit.
         interactive_slots: slots of each worker that are used by no other tier; None keeps one in eight.
         cache: how answers are kept in the response cache; by default they aren't.
         workers: how many worker processes `headrace up` starts.

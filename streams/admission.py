@@ -247,10 +247,11 @@ class Admission:
         record, trace = intake.record, child(intake.record.headers)
         refusal = rules.grant_refusal(grant, self._settings.tier, record.timestamp, self._world)
         asked = self._case(record, grant, shortened(self._large.known(reference), intake.timeout_ms))
-        if refusal is None and not await self._may_wait_unread(asked, reference):
-            return None
-        claim = await self._until_roomy(record.partition)
+        claim: Claim | None = None
         try:
+            if refusal is None and not await self._may_wait_unread(asked, reference):
+                return None
+            claim = await self._until_roomy(record.partition)
             async with self._deciding.of(_id_name(grant.tenant, reference.request_id)):
                 return await self._fetched(asked, grant, reference, refusal, trace, claim)
         except Unread as unread:
@@ -259,10 +260,11 @@ class Admission:
             log.warning("too many ask with one id", request_id=reference.request_id, tenant=grant.tenant)
             return None
         finally:
-            claim.end()
+            if claim is not None:
+                claim.end()
 
     async def _may_wait_unread(self, asked: Case, reference: PayloadStored) -> bool:
-        """Nobody watches a batch request: a new one isn't fetched before its turn is near. Raises Parked; False if its partition is gone."""
+        """Nobody watches a batch request: a new one isn't fetched before its turn is near. Raises Parked, or Unread; False if its partition is gone."""
         source = asked.source
         accounts = await self._ledgers.of(source.partition)
         if accounts is None:

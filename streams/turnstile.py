@@ -27,6 +27,7 @@ from schemas.events import ModelVersionRegistered, Position, Reply, TenantChange
 from schemas.reasons import Reason
 from schemas.topics import DAY_MS, INTERACTIVE, requests_topic
 from streams.faust_shell import LeftUndone
+from streams.large import Unread
 from streams.parking import Parking
 from streams.world import LiveWorld
 
@@ -109,7 +110,8 @@ class Turnstile:
         """
         version = case.routed
         place, tenant = (version.model, version.version), case.grant.tenant
-        called = self._called(case, place)
+        if called := self._called(case, place):
+            case = replace(case, placed=True)
         ahead = self._waiting(place, tenant, called=called)
         if not ahead and self._opens(place, version, tenant, accounts):
             self._count(place, tenant)
@@ -154,7 +156,9 @@ class Turnstile:
         )
 
     def park_unread(self, case: Case, size: int, *, roomy: bool) -> None:
-        """A new request of `size` bytes, of whose content nothing is read yet. Raises Parked if it had better wait so; not if it did before."""
+        """A new request of `size` bytes, of whose content nothing is read yet. Raises Parked if it had better wait so; not if it did before.
+        Raises Unread if it is refused instead.
+        """
         if self._parking is None:
             return
         source, version, lanes = case.source, self._world.stable(case.request.model), self._parking.lanes
@@ -163,9 +167,13 @@ class Turnstile:
             place = version.model, version.version
             dated = rules.check_deadline(replace(case, version=version), self._world)
             assert isinstance(dated, Case)
-            deadline_ms = dated.deadline_ms
+            case, deadline_ms = dated, dated.deadline_ms
         if lanes.called_at(source.partition, source.offset) or (roomy and not lanes.behind(place, case.grant.tenant)):
             return
+        if case.version is not None:
+            ahead = self._waiting(place, case.grant.tenant, called=False)
+            if isinstance(late := rules.check_wait(replace(case, ahead=ahead), self._world), Refusal):
+                raise Unread(late)
         self._look_after()
         raise self._parking.park(case, place, size, deadline_ms)
 
@@ -202,7 +210,8 @@ class Turnstile:
             return cases.refuse(case, "turn", late)
         if not waiting.turn.result():
             raise LeftUndone
-        after = replace(case, waited_ms=max(waited_ms, int(time.time() * 1000) - case.requested_ms))
+        now_ms = int(time.time() * 1000)
+        after = replace(case, waited_ms=max(waited_ms, now_ms - case.requested_ms), placed=True)
         return after.noting("turn", cases.PASSED, f"{waited_ms} ms until the tenant's turn"), None
 
     def _too_many(self, case: Case, size: int) -> Refusal | None:

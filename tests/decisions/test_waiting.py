@@ -164,6 +164,15 @@ def test_a_queue_has_its_depth_by_tier() -> None:
     assert isinstance(checked(world(4), 100_000, max_queue_depth={"batch": 1}), Case)
 
 
+def test_who_has_waited_in_a_queue_is_not_told_that_it_is_full() -> None:
+    world_then, depth = world(4), {"interactive": 3}
+    late = checked(world_then, 100_000, max_queue_depth=depth)
+    assert isinstance(late, Refusal)
+    routed = replace(world_then.models["m"], max_queue_depth=depth)
+    waited = replace(case(), version=routed, deadline_ms=NOW + 100_000, placed=True)
+    assert isinstance(check_wait(waited, world_then), Case)
+
+
 def test_who_finds_a_queue_too_deep_is_told_when_there_is_room() -> None:
     slow = checked(world(10, service_ms=3_000), 100_000, max_queue_depth={"interactive": 4})
     assert isinstance(slow, Refusal)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,6 +79,7 @@ class Site:
     key_id: str = "k1"
     model: str = field(default_factory=lambda: f"m{secrets.token_hex(4)}")
     tier: str = "interactive"
+    version: Mapping[str, Any] = field(default_factory=lambda: {"slots": SLOTS})
     seen: dict[str, list[tuple[ConsumerRecord, Event | None]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,16 +89,20 @@ class Site:
     def work(self) -> str:
         return work_topic(self.model, "v1", self.tier)
 
+    def registered(self, **more: Any) -> ModelVersionRegistered:
+        """The model's only version; `more` holds instead of what `version` says."""
+        said = {**self.version, **more}
+        return ModelVersionRegistered(
+            self.model, "v1", "scripted", "", CONTEXT, tokenizer="bytes", partitions=2, **said
+        )
+
     async def start(self) -> None:
         specs = model_topics(self.model, "v1", (self.tier,), 2, 60_000)
         await ensure(self.kafka, [*specs, tenant_topic(self.tenant)])
-        version = ModelVersionRegistered(
-            self.model, "v1", "scripted", "", CONTEXT, tokenizer="bytes", partitions=2, slots=SLOTS
-        )
         key = ApiKey(self.key_id, "0" * 64, (self.tier,), now_ms())
         for topic, event, name in (
             (TENANTS, TenantChanged(self.tenant, "salt", (key,), now_ms()), self.tenant),
-            (REGISTRY, version, self.model),
+            (REGISTRY, self.registered(), self.model),
             (REGISTRY, ModelPromoted(self.model, "v1"), self.model),
         ):
             await self.producer.send_and_wait(topic, event, key=name)
@@ -208,11 +213,11 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def open_site(kafka: KafkaSettings, tier: str = "interactive") -> AsyncIterator[Site]:
+async def open_site(kafka: KafkaSettings, tier: str = "interactive", **version: Any) -> AsyncIterator[Site]:
     producer = EventProducer(kafka, "test")
     await producer.start()
     try:
-        site = Site(kafka, producer, tier=tier)
+        site = Site(kafka, producer, tier=tier, version={"slots": SLOTS, **version})
         try:
             await site.start()
             yield site

@@ -22,22 +22,25 @@ from schemas.events import (
     InferenceFailed,
     InferenceRejected,
     InferenceRequested,
+    InferenceScheduled,
     InferenceStarted,
-    ModelVersionRegistered,
     PayloadStored,
     Position,
 )
 from schemas.payloads import key_of
 from schemas.topics import BATCH, LIFECYCLE, REGISTRY, TOKENS
 from streams.turnstile import HELD_OF_LANE_MAX
-from tests.streams.site import CONTEXT, Agent, Site, new_id, open_site
+from tests.streams.site import Agent, Site, new_id, open_site
 
 pytestmark = [pytest.mark.kafka, pytest.mark.timeout(120)]
-ALONE = 96
-"""Three quarters of two windows of 64: what a tenant that is alone may have before workers."""
+SLOTS, ALONE = 8, 96
+"""With so few slots windows have 64 records. Three quarters of two: what a tenant that is alone may have before workers."""
 PARKED, NEARLY = 20, 16
 """So many that are let in at one time may be told in another order."""
+FEW = 3
 SHORT_MS = 2_000
+READ_S = 0.5
+"""Within that admission surely has what is told of models."""
 WAIT_S = 30.0
 PARKED_LINE = re.compile(f'headrace_parked{{tier="{BATCH}"}} ([0-9.]+)')
 
@@ -54,11 +57,7 @@ def batch(kafka: KafkaSettings, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.fixture
 async def narrow(kafka: KafkaSettings) -> AsyncIterator[Site]:
     """A site of that tier whose windows are small."""
-    async with open_site(kafka, BATCH) as site:
-        version = ModelVersionRegistered(
-            site.model, "v1", "scripted", "", CONTEXT, tokenizer="bytes", partitions=2, slots=8
-        )
-        await site.producer.send_and_wait(REGISTRY, version, key=site.model)
+    async with open_site(kafka, BATCH, slots=SLOTS) as site:
         yield site
 
 
@@ -79,20 +78,24 @@ async def parked(agent: Agent, count: int) -> None:
         await asyncio.sleep(0.2)
 
 
+async def by_reference(agent: Agent, site: Site, *, told: bool = True) -> str:
+    """A request that is in the object store: its id. `told`: the log says for which model it is."""
+    request = InferenceRequested(new_id(), site.model, prompt="large")
+    body = encode_json(request)
+    name, digest = request.request_id, hashlib.sha256(body).hexdigest()
+    reference = PayloadStored(name, site.tenant, "InferenceRequested", digest, len(body))
+    payloads = Payloads(FolderStore(agent.objects))
+    await payloads.store.put(key_of(reference), body)
+    await payloads.close()
+    outline = encode(replace(request, prompt=None)) if told else None
+    await site.send(replace(reference, outline=outline))
+    return name
+
+
 async def test_what_is_parked_is_let_in_in_its_order_read_from_wherever_it_is(batch: Agent, narrow: Site) -> None:
-    payloads = Payloads(FolderStore(batch.objects))
     ahead = [await narrow.ask() for _ in range(ALONE + HELD_OF_LANE_MAX)]
     behind = [await narrow.ask() for _ in range(PARKED)]
-    large = []
-    for told in (True, False):  # of one the log says for which model it is
-        request = InferenceRequested(new_id(), narrow.model, prompt="large")
-        body = encode_json(request)
-        name, digest = request.request_id, hashlib.sha256(body).hexdigest()
-        reference = PayloadStored(name, narrow.tenant, "InferenceRequested", digest, len(body))
-        await payloads.store.put(key_of(reference), body)
-        outline = encode(replace(request, prompt=None)) if told else None
-        await narrow.send(replace(reference, outline=outline))
-        large.append(name)
+    large = [await by_reference(batch, narrow, told=told) for told in (True, False)]
     unwanted = await narrow.ask()
     await parked(batch, PARKED + len(large) + 1)
     await narrow.send(InferenceCancelled(unwanted))
@@ -107,4 +110,26 @@ async def test_what_is_parked_is_let_in_in_its_order_read_from_wherever_it_is(ba
     order = [event.request_id for event in admitted]
     assert sorted(order) == sorted([*ahead, *behind, *large])
     assert max(map(order.index, ahead[:-NEARLY])) < min(map(order.index, behind))
-    await payloads.close()
+
+
+@pytest.mark.parametrize("depth", [FEW, ALONE + FEW, ALONE + HELD_OF_LANE_MAX + FEW])
+async def test_a_full_queue_takes_no_more_and_who_has_a_place_in_it_keeps_it(
+    batch: Agent, kafka: KafkaSettings, depth: int
+) -> None:
+    """Wherever the last of them are: before workers, held back, or parked."""
+    async with open_site(kafka, BATCH, slots=SLOTS, max_queue_depth={BATCH: depth}) as site:
+        placed = [await site.ask() for _ in range(min(depth, ALONE))]
+        for rid in placed:
+            await site.of(LIFECYCLE, InferenceAdmitted, rid)
+        placed += [await site.ask() for _ in range(depth - len(placed))]
+        for rid in (await site.ask(), await by_reference(batch, site), await site.ask()):
+            refusal = await site.of(TOKENS, InferenceRejected, rid)
+            assert (refusal.reason, refusal.param) == ("overloaded", "model")
+            assert f"no more than {depth} may" in refusal.message
+        shallower = site.registered(max_queue_depth={BATCH: 1})
+        await site.producer.send_and_wait(REGISTRY, shallower, key=site.model)
+        await asyncio.sleep(READ_S)
+        for rid in placed:
+            await begin(site, rid)
+        for rid in placed:
+            await site.of(site.work, InferenceScheduled, rid)
