@@ -18,6 +18,8 @@ from tests.streams.site import CONTEXT, WAIT_S, Site
 
 pytestmark = [pytest.mark.kafka, pytest.mark.usefixtures("admission")]
 
+AT_ONCE_MS = 3_000
+
 
 async def report(site: Site, *, running: int, service_ms: float = 60_000) -> None:
     """The model's only worker tells of its one slot."""
@@ -50,6 +52,7 @@ async def test_what_would_begin_too_late_is_refused_at_once(site: Site) -> None:
     assert (refusal.reason, refusal.param) == ("overloaded", "timeout")
     assert refusal.retry_after_ms is not None
     assert refusal.retry_after_ms >= 50_000
+    assert site.record_of(LIFECYCLE, refusal).timestamp - refusal.requested_ms < AT_ONCE_MS
     patient = await site.ask(timeout_ms=3_600_000)
     admitted = await site.of(LIFECYCLE, InferenceAdmitted, patient)
     (wait,) = [decision for decision in admitted.decisions if decision.check == "wait"]

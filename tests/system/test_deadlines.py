@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import httpx
@@ -16,17 +15,21 @@ from bridge.calls import new_request_id
 from infra.log import EventProducer
 from infra.models_file import ModelEntry
 from infra.settings import WorkerSettings
-from schemas.events import InferenceFailed, InferenceRequested, Quota
+from schemas.events import InferenceFailed, InferenceRejected, InferenceRequested, Quota
 from schemas.topics import GRANT_HEADER, LIFECYCLE, requests_topic
 from tests.system.asking import COMPLETIONS, STREAMED, Answer, body_of, call, heard
 from tests.system.audit import Audit, Story
 from tests.system.fixtures_models import register, tell_of_start, worker
 from tests.system.running import RunningStack, script
 from tests.system.test_quotas import GIVEN_BACK_S, served_soon, tenant, told
+from tests.system.ways import used
 
 pytestmark = pytest.mark.timeout(180)
 BRIEF, ABSENT, OCCUPIED, EMPTIED, SHALLOW = "brief", "absent", "occupied", "emptied", "shallow"
 LIMIT_MS = 1_500
+START_MS = 60_000
+AT_ONCE_S = 3.0
+"""Well before any deadline here that a refused call had."""
 LATE = (504, "deadline_exceeded")
 TOLD_MS_MAX = 5_000
 """After a deadline: far sooner than anything else that would end a call here, on however busy a machine."""
@@ -127,12 +130,11 @@ def test_a_pool_at_zero_takes_what_outlives_a_start_and_no_more(stack: RunningSt
         assert ask(stack, EMPTIED, "hello", name).texts == {0: "hello"}
     stack.until(lambda: not stack.reports(EMPTIED))
 
-    tell_of_start(stack, EMPTIED, 60_000)
-    post = partial(stack.http(name).post, "/v1/completions", json=body_of(COMPLETIONS, "hello", EMPTIED, timeout=5))
-    # as soon as admission has heard that the worker is gone
-    refused = stack.until(lambda: (found := post()).status_code == httpx.codes.SERVICE_UNAVAILABLE and found)
-    assert refused.json()["error"]["code"] == "no_worker"
-    assert int(refused.headers["retry-after"]) >= 1
+    tell_of_start(stack, EMPTIED, START_MS)
+    # as soon as admission has heard that the worker is gone, and of the start
+    stack.until(lambda: refused_for(stack, name, 5) is not None)
+    told_s = stack.until(lambda: refused_for(stack, name, 30))
+    assert START_MS - 30_000 <= told_s * 1_000 <= START_MS
     tell_of_start(stack, EMPTIED, 1_000)
 
     def let_in() -> Audit | None:
@@ -152,6 +154,24 @@ def test_a_pool_at_zero_takes_what_outlives_a_start_and_no_more(stack: RunningSt
     assert_given_back(stack, name)
 
 
+def refused_for(stack: RunningStack, name: str, timeout_s: int) -> int | None:
+    """When a call is told to come again, in seconds, if it is refused: at once, for want of a worker, and the log says so."""
+    post = stack.http(name).post
+    answer = post("/v1/completions", json=body_of(COMPLETIONS, "hello", EMPTIED, timeout=timeout_s))
+    if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+        return None
+    assert answer.json()["error"]["code"] == "no_worker"
+    assert answer.elapsed.total_seconds() < AT_ONCE_S
+    request_id, told_s = answer.headers["x-request-id"], int(answer.headers["retry-after"])
+    (refusal,) = stack.until(lambda: stack.events(request_id, "InferenceRejected", LIFECYCLE))
+    told = refusal.event
+    assert isinstance(told, InferenceRejected)
+    assert (told.reason, told.tenant, told.model, told.tier) == ("no_worker", name, EMPTIED, "interactive")
+    assert told.retry_after_ms is not None
+    assert 0 <= told_s * 1_000 - told.retry_after_ms < 1_000
+    return told_s
+
+
 def test_a_queue_is_no_deeper_than_it_may_be_where_nobody_serves_it(stack: RunningStack) -> None:
     name, audit = limited(stack, "one-too-many"), Audit(stack)
     register(stack, ModelEntry(SHALLOW, "1", "scripted", "scripted", 4096, slots=1, max_queue_depth={"interactive": 1}))
@@ -160,6 +180,7 @@ def test_a_queue_is_no_deeper_than_it_may_be_where_nobody_serves_it(stack: Runni
         stack.until(lambda: waiting.done() or any(story.admitted for story in audit.stories().values()))
         refused = stack.http(name).post("/v1/completions", json=body_of(COMPLETIONS, "hello", SHALLOW, timeout=60))
         assert (refused.status_code, refused.json()["error"]["code"]) == (httpx.codes.SERVICE_UNAVAILABLE, "overloaded")
+        assert refused.elapsed.total_seconds() < AT_ONCE_S
         assert heard(waiting.result()) == LATE
     assert usage_of(stack, name)["requests"] == 0
 
@@ -203,7 +224,7 @@ def test_the_clock_answers_for_a_worker_that_does_not(stack: RunningStack, brief
 
 
 def test_an_answer_without_end_is_ended_and_its_slot_is_free_again(stack: RunningStack, brief: str) -> None:
-    name = limited(stack, "endless")
+    name, audit = limited(stack, "endless"), Audit(stack)
     endless = script(tokens=["on and "], repeat=1_000, token_ms=100)
     answer = ask(stack, brief, endless, name, stream=True, max_tokens=3_000)
     assert answer.status == 200
@@ -211,5 +232,15 @@ def test_an_answer_without_end_is_ended_and_its_slot_is_free_again(stack: Runnin
     assert answer.error is not None
     assert answer.error["code"] == "time_limit_exceeded"
     assert not answer.finished
+    ((request_id, story),) = audit.settled(scripted=False).items()
+    assert story.endings[0][:2] == ("failed", "time_limit_exceeded")
+    assert story.admitted is not None
+    # What was delivered is charged: a token of this engine is a byte.
+    delivered = len(answer.texts[0].encode())
+    assert delivered == sum(story.stream.accepted)
+    assert usage_of(stack, name)["tokens"] == story.admitted.prompt_tokens + delivered == used(audit)
+    (ending,) = stack.events(request_id, "InferenceFailed", LIFECYCLE)
+    assert isinstance(ending.event, InferenceFailed)
+    assert ending.event.source == "timer"
     assert_given_back(stack, name)
     assert call(stack, COMPLETIONS, body_of(COMPLETIONS, "hello", brief)).texts == {0: "hello"}
