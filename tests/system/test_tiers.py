@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from statistics import median
 from typing import Any
 
 import pytest
@@ -30,6 +33,10 @@ JOB_MS = 30
 WINDOWS = 4 * 64
 """Records that the worker's windows hold together."""
 WAIT_S = 120.0
+SEEN_S = 1.0
+"""Within that a worker surely has what the log holds for it."""
+LONG = script(tokens=["x"], repeat=1_000, token_ms=200)
+"""Minutes."""
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +97,22 @@ def begun_before(stack: RunningStack, live: str, starts: list[Read]) -> int:
     )
 
 
+def starts_of(mark: Mark) -> list[Read]:
+    """In the order in which they began; of one millisecond a live call first."""
+    starts = [item for item in mark.records() if item.name == "GenerationStarted"]
+    return sorted(starts, key=lambda start: (start.timestamp_ms, start.event.tier))  # type: ignore[union-attr]
+
+
+def timed(stack: RunningStack) -> tuple[list[str], float]:
+    """So many live calls, one after another: their request ids, and how long one took, in seconds, by the median."""
+    lives, took_s = [], []
+    for _ in range(CALLS):
+        began_s = time.monotonic()
+        lives.append(ask(stack, "other"))
+        took_s.append(time.monotonic() - began_s)
+    return lives, median(took_s)
+
+
 async def ends(stack: RunningStack, topic: str) -> int:
     consumer = make_consumer(stack.kafka)
     await consumer.start()
@@ -117,23 +140,32 @@ def test_live_calls_are_next_however_many_lines_wait(crowded: RunningStack) -> N
 
 
 def the_call_is_next_before_two_hundred_jobs(crowded: RunningStack) -> None:
-    mark = Mark(crowded, "tokens", "tokens.acme")
+    """triton#6055. A job has the slot until long after the call came, and is told to stop: whatever begins then is what was chosen."""
+    mark, work = Mark(crowded, "tokens", "tokens.acme"), Mark(crowded, work_topic(MODEL, "1", INTERACTIVE))
+    (running,) = ask_directly(crowded, BATCH, MODEL, LONG)
+    crowded.until(lambda: crowded.events(running, "GenerationStarted"))
     write_lines(crowded, "acme", JOBS)
     crowded.until(lambda: crowded.reports(MODEL)[-1].waiting > 20)
-    live = ask(crowded, "other")
-    starts = [item for item in mark.records() if item.name == "GenerationStarted"]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, crowded, "other")
+        crowded.until(work.records)
+        time.sleep(SEEN_S)
+        assert crowded.http().delete(f"/v1/streams/{running}").is_success
+        live = asked.result()
+    starts = starts_of(mark)
+    assert [start.event.request_id for start in starts[:2]] == [running, live]  # type: ignore[union-attr]
     assert len(starts) < JOBS  # they wait still
-    assert begun_before(crowded, live, starts) <= 1  # the one whose turn had come already
     crowded.until(lambda: len([item for item in mark.records() if item.name == "InferenceCompleted"]) > JOBS, WAIT_S)
 
 
 def a_hundred_thousand_lines_wait_in_the_log(crowded: RunningStack) -> None:
     work = work_topic(MODEL, "1", "batch")
+    _, alone_s = timed(crowded)
     before = crowded.thread.run(ends(crowded, work))
     mark, told = Mark(crowded, "tokens", "tokens.acme"), Mark(crowded, "lifecycle")
     write_lines(crowded, "acme", LINES)
-    lives = [ask(crowded, "other") for _ in range(CALLS)]
-    starts = [item for item in mark.records() if item.name == "GenerationStarted"]
+    lives, beside_s = timed(crowded)
+    starts = starts_of(mark)
     assert all(begun_before(crowded, live, starts) <= 1 for live in lives)
     done = sum(item.name == "InferenceCompleted" for item in mark.records())
     assert crowded.thread.run(ends(crowded, work)) - before <= done + WINDOWS
@@ -141,6 +173,7 @@ def a_hundred_thousand_lines_wait_in_the_log(crowded: RunningStack) -> None:
         committed(crowded, "admission.batch")
     )
     assert left > LINES * 0.9
+    assert beside_s < 3 * alone_s + 0.2, f"a live call took {alone_s:.3f} s alone and {beside_s:.3f} s before the lines"
     # None of them is forgotten: batch goes on while there is room.
     crowded.until(lambda: sum(item.name == "InferenceCompleted" for item in mark.records()) > done + CALLS)
     # Who is killed with hundreds on its hands takes them up again, and lets none in twice.
@@ -238,8 +271,6 @@ def test_tiers_may_have_pools_of_their_own(parted: RunningStack) -> None:
 
 PROMISED, FLOOD = "promised", 6
 RESERVED = ("tenants", "set-quota", "other", "--tier", INTERACTIVE, "--model", PROMISED)
-LONG = script(tokens=["x"], repeat=1_000, token_ms=200)
-"""Minutes."""
 
 
 @pytest.fixture
