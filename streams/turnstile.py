@@ -156,9 +156,7 @@ class Turnstile:
         )
 
     def park_unread(self, case: Case, size: int, *, roomy: bool) -> None:
-        """A new request of `size` bytes, of whose content nothing is read yet. Raises Parked if it had better wait so; not if it did before.
-        Raises Unread if it is refused instead.
-        """
+        """A new request of `size` bytes, not read yet. Raises Parked if it had better wait so, but once only; Unread if it is refused."""
         if self._parking is None:
             return
         source, version, lanes = case.source, self._world.stable(case.request.model), self._parking.lanes
