@@ -216,11 +216,6 @@ def test_pairs_that_differ_are_two_answers(stack: RunningStack, cached: str) -> 
     ):
         other = ask(stack, prompt, **options)
         assert outcome(other) == "miss" and text_of(other) != text, options
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
-    for asked in ({"tools": [tool]}, {"response_format": {"type": "json_object"}}):
-        refused = ask(stack, prompt, **asked)
-        assert (refused.status_code, outcome(refused)) == (400, None), "nor is it answered from the cache"
-        assert refused.json()["error"]["param"].split(".")[0] in asked
     assert outcome(ask(stack, prompt, key=stack.keys["other"])) == "miss"
     assert outcome(ask(stack, prompt, temperature=0.5)) is None
     assert outcome(ask(stack, prompt)) == "hit"
