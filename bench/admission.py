@@ -101,9 +101,9 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
     show(_rows(ours, theirs, shared), as_json=as_json, title=f"One admission process, everything on ({before})")
     _tell_where_it_goes(ours, theirs, steps)
     p99_ms = percentile(ours.waits_ms, 0.99)
-    met = ours.per_core >= AIM_PER_S and p99_ms <= AIM_P99_MS
+    met = ours.per_core >= AIM_PER_S and p99_ms < AIM_P99_MS
     console(stderr=True).print(
-        f"aim: {AIM_PER_S:.0f} requests/s a core, p99 within {AIM_P99_MS:.0f} ms at {RATE_PER_S}/s: {'met' if met else 'missed'} "
+        f"aim: {AIM_PER_S:.0f} requests/s a core, p99 under {AIM_P99_MS:.0f} ms at {RATE_PER_S}/s: {'met' if met else 'missed'} "
         f"({ours.per_core:.0f}, {p99_ms:.1f} ms)"
     )
     return 0
@@ -114,6 +114,7 @@ def _rows(ours: Found, theirs: Found, shared: tuple[float, float]) -> list[Row]:
         row("requests_per_s_per_core", "requests/s", "max", ours.per_core, PEER, theirs.per_core),
         row("requests_per_s", "requests/s", "max", ours.per_s, PEER, theirs.per_s),
         row("requests_per_s_per_core", "requests/s", "max, 2 processes", shared[0], "one process", ours.per_core),
+        row("requests_per_s", "requests/s", "max, 2 processes", shared[1], "one process", ours.per_s),
     ]
     rows += quantile_rows("latency", f"{RATE_PER_S}/s", ours.waits_ms, PEER, theirs.waits_ms)
     return rows

@@ -1,7 +1,7 @@
 """How soon a revoked key is refused, and what it has open ends.
 
-In each round a new key has a stream and a socket open, asks a front door over and over, and writes requests straight to the log; then it is
-revoked. What is measured runs from the record that says so to the first call that is refused, to the end of what was open, and to the first
+In each round a new key has streams, also by gRPC, and a socket open, asks two front doors over and over, and writes requests straight to the log;
+then it is revoked. What is measured runs from the record that says so to the first call that is refused, to the end of what was open, and to the first
 request on the log of which its writer hears that it was refused. The peer is the least that this can take: a consumer of the same topic.
 """
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
+import grpc
+import grpc.aio
 import orjson
 
 from bench.direct import Direct, direct
@@ -20,11 +22,13 @@ from bench.rows import Row, conditions, quantile_rows, show, tell_worst
 from bench.scripted import CONTEXT, MODEL, opened, read_to_end
 from bench.stack import private_stack
 from bridge.calls import new_request_id
+from bridge.inference.messages import SERVICE, message
 from cli.registry import DEFAULT_TIERS, add_key, new_key, new_tenant, now_ms, read_tenant, revoke_key, write_tenant
 from cli.stack import Stack
 from infra.kafka import make_consumer
 from infra.log import EventDecoder
 from infra.models_file import ModelEntry
+from infra.ports import free_port
 from schemas.errors import HeadraceError
 from schemas.events import InferenceRejected, InferenceRequested, Sampling, TenantChanged
 from schemas.reasons import Reason
@@ -36,9 +40,10 @@ LONG: dict[str, object] = {"tokens": ["x"], "repeat": 6_000, "token_ms": 200}
 SHORT: dict[str, object] = {"tokens": ["y"]}
 ROUNDS, QUICK_ROUNDS, WARM_UP_ROUNDS = 30, 3, 2
 ASKED_EVERY_S = 0.02
-KNOWN_S_MAX, REFUSED_S_MAX = 30.0, 30.0
+START_S, KNOWN_S_MAX, REFUSED_S_MAX = 60.0, 30.0, 30.0
 AIM_P99_MS = 2_000.0
 
+Inferred = grpc.aio.StreamStreamCall[bytes, bytes]
 Watch = Callable[[], Awaitable[None]]
 """Returns once a revoked key has met its end in one way."""
 
@@ -50,8 +55,12 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
     found: dict[str, list[float]] = {}
     async with private_stack((model,)) as stack:
         await write_tenant(stack.kafka, new_tenant(TENANT, now_ms()))
+        port = free_port()
+        await stack.supervisor.start(stack.bridge_spec("bridge-2", port))
+        await stack.supervisor.ready("bridge-2", START_S)
+        doors = stack.url, f"http://127.0.0.1:{port}"
         for number in range(WARM_UP_ROUNDS + (QUICK_ROUNDS if quick else ROUNDS)):
-            took = await _round(stack)
+            took = await _round(stack, doors)
             if number >= WARM_UP_ROUNDS:
                 for way, ms in took.items():
                     found.setdefault(way, []).append(ms)
@@ -64,7 +73,7 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
     return 0
 
 
-async def _round(stack: Stack) -> dict[str, float]:
+async def _round(stack: Stack, doors: tuple[str, str]) -> dict[str, float]:
     """One key's end: by way, the ms from the record that revokes it."""
     key, kept = new_key(DEFAULT_TIERS, now_ms())
     await write_tenant(stack.kafka, add_key(await read_tenant(stack.kafka, TENANT), kept))
@@ -72,14 +81,18 @@ async def _round(stack: Stack) -> dict[str, float]:
     async with (
         aiohttp.ClientSession(headers=headers) as session,
         direct(stack, TENANT, kept.key_id) as producer,
+        _generated(stack.grpc_address, key) as generated,
         _revoked_heard(stack, kept.key_id) as heard,
     ):
-        await _until_status(session, stack, 200)
+        for door in doors:
+            await _until_status(session, door, 200)
         answer = await opened(session, stack.url, LONG)
         socket = await session.ws_connect(f"{stack.url}/v1/stream")
         ways: dict[str, Watch] = {
-            "new call": lambda: _until_status(session, stack, 401),
+            "new call": lambda: _until_status(session, doors[0], 401),
+            "new call, second front door": lambda: _until_status(session, doors[1], 401),
             "open stream": lambda: read_to_end(answer),
+            "open gRPC stream": lambda: _ended(generated),
             "open socket": lambda: _closed(socket),
             "direct record": lambda: _refused(producer),
         }
@@ -101,13 +114,38 @@ async def _timed(watch: Watch) -> float:
     return time.time() * 1000
 
 
-async def _until_status(session: aiohttp.ClientSession, stack: Stack, status: int) -> None:
+async def _until_status(session: aiohttp.ClientSession, door: str, status: int) -> None:
     async with asyncio.timeout(KNOWN_S_MAX):
         while True:
-            async with session.get(f"{stack.url}/v1/models") as answer:
+            async with session.get(f"{door}/v1/models") as answer:
                 if answer.status == status:
                     return
             await asyncio.sleep(ASKED_EVERY_S)
+
+
+@asynccontextmanager
+async def _generated(address: str, key: str) -> AsyncIterator[Inferred]:
+    """A stream of answers that has begun."""
+    text = orjson.dumps(LONG)
+    asked = message("ModelInferRequest")(model_name=MODEL)
+    asked.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    asked.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
+    async with grpc.aio.insecure_channel(address) as channel:
+        infer: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
+        call = infer(metadata=(("authorization", f"Bearer {key}"),))
+        await call.write(asked.SerializeToString())
+        await call.read()
+        yield call
+        call.cancel()
+
+
+async def _ended(call: Inferred) -> None:
+    """Reads to its end, which is the key's."""
+    with suppress(grpc.aio.AioRpcError):
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    if (status := await call.code()) is not grpc.StatusCode.UNAUTHENTICATED:
+        raise HeadraceError(Reason.UNAVAILABLE, f"a gRPC stream ended with {status.name} before its key was revoked")
 
 
 async def _closed(socket: aiohttp.ClientWebSocketResponse) -> None:

@@ -232,8 +232,12 @@ class Stack:
 
     def _bridge(self) -> ChildSpec:
         self.grpc_port = free_ops_port({self.options.port}, self.options.grpc_port_from, self.options.host)
-        listen = "--host", self.options.host, "--port", str(self.options.port), "--grpc-port", str(self.grpc_port)
-        return self._spec("bridge", 4, "bridge", *listen)
+        return self.bridge_spec("bridge", self.options.port, self.grpc_port)
+
+    def bridge_spec(self, name: str, port: int, grpc_port: int = 0) -> ChildSpec:
+        """How a front door on these ports is run; 0 is no gRPC."""
+        listen = "--host", self.options.host, "--port", str(port), "--grpc-port", str(grpc_port)
+        return self._spec(name, 4, "bridge", *listen)
 
     def _spec(self, name: str, stage: int, *arguments: str) -> ChildSpec:
         port = free_ops_port({*self.ops_ports.values(), self.options.port, self.grpc_port}, self.options.ops_ports_from)
