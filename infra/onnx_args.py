@@ -27,7 +27,8 @@ class OnnxArgs:
 
     Attributes:
         max_batch_size: rows that run at once, at most; 1 batches nothing. For `bytes-classification` it is 1 by default: Magika's model is no
-            faster in batches, and its scores then differ, for want of digits in its norms: of a file of 16 characters by up to 0.1.
+            faster in batches, and its scores then differ, for want of digits in its norms: of a file of 16 characters by up to 0.1. Where nothing
+            is said, a model whose rows are seen to differ by what shares their batch has 1, too (`workers.engines.company`).
         max_queue_delay_ms: how long a request waits for company while an instance is idle. None by default: batches form of what comes while
             the instances are busy, so under load waiting gains nothing, and without load it only adds to the time.
         preferred_batch_sizes: rows with which a batch goes before that delay.

@@ -103,6 +103,15 @@ def filling(folder: Path) -> Path:
     return write(folder, [node], [("count", "INT64", (1,))], [("y", "UINT8", ("size",))])
 
 
+def quantising(folder: Path) -> Path:
+    """`y` is `x`, FP32 [n, w], in 256 steps from the least to the largest number of all rows: what shares a batch decides how coarse they are."""
+    nodes = [
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["steps", "scale", "zero"]),
+        helper.make_node("DequantizeLinear", ["steps", "scale", "zero"], ["y"]),
+    ]
+    return write(folder, nodes, [("x", "FP32", ("n", "w"))], [("y", "FP32", ("n", "w"))])
+
+
 def looping(folder: Path) -> Path:
     """`y` is 0 + 1 + 1 and so on, as often as the largest of `turns` says, INT64 [n, 1]: a large one never ends."""
     body = helper.make_graph(

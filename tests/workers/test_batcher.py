@@ -225,7 +225,7 @@ async def test_an_instance_that_fails_fast_gets_no_more_than_its_turns(
     monkeypatch.setattr("workers.engines.onnx.usable_cores", lambda: 4)  # so that each has a session of its own
     monkeypatch.setattr(Session, "run", watched)
     failed = 0
-    async with serving(doubling(tmp_path), instances=2) as engine:
+    async with serving(doubling(tmp_path), instances=2, max_batch_size=8) as engine:
         for _ in range(20):
             try:
                 await engine.infer(request(floats([1, 2])))

@@ -98,7 +98,9 @@ async def test_texts_between_two_buckets_run_together_and_are_padded_to_the_long
         return run(session, feeds, fetch, options)
 
     monkeypatch.setattr(Session, "run", watched)
-    async with serving(minilm_dir, "text-embedding", buckets=[8, 16], max_queue_delay_ms=200) as engine:
+    async with serving(
+        minilm_dir, "text-embedding", buckets=[8, 16], max_batch_size=32, max_queue_delay_ms=200
+    ) as engine:
         whole = array(await engine.infer(request(*tokens(*texts))), "embedding")
         shapes = sorted(feeds["input_ids"].shape for feeds in runs)
         assert shapes == [(2, 40), (3, 16), (4, 8)]

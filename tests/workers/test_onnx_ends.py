@@ -76,7 +76,7 @@ async def hanging(
     monkeypatch.setattr(batcher, "GRACE_MS", 10)
     monkeypatch.setattr(batcher, "STUCK_MS", 30)
     monkeypatch.setattr(Session, "run", hang)
-    args: dict[str, object] = {"max_queue_delay_ms": 20, "instances": 1} | limits
+    args: dict[str, object] = {"max_queue_delay_ms": 20, "max_batch_size": 8, "instances": 1} | limits
     engine = OnnxEngine(EngineConfig("m", str(doubling(tmp_path)), 1, 8, args))
     await engine.start()
     yield engine
@@ -86,7 +86,7 @@ async def hanging(
 
 async def test_a_deadline_is_kept_while_the_only_instance_is_busy(tmp_path: Path, runs: Runs) -> None:
     """triton#7512: it is told while the other still runs, and it never runs."""
-    async with serving(looping(tmp_path)) as engine:
+    async with serving(looping(tmp_path), max_batch_size=8) as engine:
         busy = asyncio.create_task(engine.infer(request(tensor("turns", "INT64", [[ENDLESS]]))))
         await until_running(engine)
         late = request(tensor("turns", "INT64", [[1]]), within_ms=50)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 from schemas.tensors import BYTES, elements
 from workers.engines.batcher import Batcher
+from workers.engines.company import differs_in_company
 from workers.engines.instances import now_ms
 from workers.engines.onnx_session import Session
 from workers.engines.port import EngineConfig, EngineDead, EngineError, EngineStats
@@ -60,6 +62,8 @@ class OnnxEngine:
         threads = args.intra_op_threads or max(1, cores // instances)
         sessions = await _sessions(folder, threads, instances)
         self.file = sessions[0].file
+        if await self._must_run_alone(sessions[0]):
+            args = replace(args, max_batch_size=1)
         limits = Limits(args.max_batch_size, args.max_queue_delay_ms, args.preferred_batch_sizes)
         self._processor = make_processor(self._name, self.file, folder, args, self._config.context_length)
         self._batcher = Batcher(limits, sessions, self._processor, args.max_run_ms)
@@ -72,6 +76,18 @@ class OnnxEngine:
             max_batch_size=args.max_batch_size if self.file.batched else self.file.fixed_rows or 1,
             batched=self.file.batched,
         )
+
+    async def _must_run_alone(self, session: Session) -> bool:
+        """Whether rows would differ by what shares their batch, where nobody said that they may."""
+        if "max_batch_size" in self._config.engine_args or self._args.max_batch_size == 1 or not session.file.batched:
+            return False
+        if not await asyncio.to_thread(differs_in_company, session):
+            return False
+        log.warning(
+            "the model's rows differ by what shares their batch; each runs by itself unless max_batch_size is set",
+            model=self._config.model,
+        )
+        return True
 
     async def infer(self, request: TensorRequest) -> TensorResult:
         """The answer; see the port."""
