@@ -143,10 +143,10 @@ def counting_rows(folder: Path, name: str | None) -> Path:
     return write(folder, nodes, [("x", "FP32", ("n", "w"))], [("y", "INT64", (name, 2))])
 
 
-def scoring(folder: Path, labels: int) -> Path:
-    """A text classifier: `logits` [batch, labels], of which the label that the tokens' sum names is 4 and others are 0."""
+def scoring(folder: Path, labels: int, *, masked: bool = True, length: int | str = "length") -> Path:
+    """A text classifier: `logits` [batch, labels], of which the label that the tokens' sum names is 4 and others are 0. Without a mask padding counts."""
     nodes = [
-        helper.make_node("Mul", ["input_ids", "attention_mask"], ["seen"]),
+        helper.make_node("Mul" if masked else "Identity", ["input_ids", "attention_mask"][: 1 + masked], ["seen"]),
         helper.make_node("ReduceSum", ["seen", "axes"], ["sums"], keepdims=0),
         helper.make_node("Mod", ["sums", "count"], ["chosen"]),
         helper.make_node("OneHot", ["chosen", "count", "values"], ["logits"]),
@@ -156,7 +156,7 @@ def scoring(folder: Path, labels: int) -> Path:
         helper.make_tensor("count", TensorProto.INT64, [], [labels]),
         helper.make_tensor("values", TensorProto.FLOAT, [2], [0.0, 4.0]),
     ]
-    inputs = [("input_ids", "INT64", ("batch", "length")), ("attention_mask", "INT64", ("batch", "length"))]
+    inputs: list[Value] = [(name, "INT64", ("batch", length)) for name in ("input_ids", "attention_mask")[: 1 + masked]]
     return write(folder, nodes, inputs, [("logits", "FP32", ("batch", labels))], initializer=constants)
 
 

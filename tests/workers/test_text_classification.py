@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from schemas.errors import HeadraceError
+from schemas.reasons import Reason
 from tests.onnx_models import scoring
 from tests.workers.onnx_site import array, request, serving, tensor
 
@@ -74,6 +76,54 @@ async def test_the_one_label_of_a_model_has_no_certain_score(
         found = await engine.infer(asked([1]))
     assert array(found, "label").tolist() == [["relevant"]]
     assert np.allclose(array(found, "score"), [[score]], atol=1e-5)
+
+
+class TestPadding:
+    """With a token that names another label, which only a mask hides."""
+
+    ROWS = ([5] * 7, [3, 4, 5], [2] * 7, [1, 1, 1], [2, 2])
+
+    @staticmethod
+    def folder(tmp_path: Path, **more: Any) -> Path:
+        configure(scoring(tmp_path, len(NAMES), **more), id2label=dict(enumerate(NAMES)), pad_token_id=1)
+        return tmp_path
+
+    @staticmethod
+    async def batches(folder: Path, rows: Sequence[list[int]]) -> list[int]:
+        """With how many others each ran that came together; every one has its own label, as it has by itself and in one request."""
+        async with serving(folder, "text-classification", max_queue_delay_ms=100) as engine:
+            together = await asyncio.gather(*(engine.infer(asked(row)) for row in rows))
+            alone = [await engine.infer(asked(row)) for row in rows]
+            whole = await engine.infer(asked(*rows))
+        best = [NAMES[sum(row) % 3] for row in rows]
+        for found in (together, alone):
+            assert [array(each, "label")[0, 0] for each in found] == best
+        assert array(whole, "label")[:, 0].tolist() == best
+        return [found.batch for found in together]
+
+    async def test_texts_of_a_bucket_share_a_batch_where_a_mask_hides_it(self, tmp_path: Path) -> None:
+        assert await self.batches(self.folder(tmp_path), self.ROWS) == [5] * 5
+
+    async def test_without_a_mask_none_is_padded_and_only_equal_lengths_share_a_batch(self, tmp_path: Path) -> None:
+        assert await self.batches(self.folder(tmp_path, masked=False), self.ROWS) == [2, 2, 2, 2, 1]
+
+    async def test_all_are_padded_to_a_fixed_length_and_longer_ones_refused(self, tmp_path: Path) -> None:
+        folder = self.folder(tmp_path, length=8)
+        assert await self.batches(folder, [*self.ROWS, [3] * 8]) == [6] * 6
+        await self.refused(folder, [1] * 9, "a text has 9 tokens; the model takes 8")
+
+    async def test_only_a_fixed_length_is_taken_without_a_mask(self, tmp_path: Path) -> None:
+        folder = self.folder(tmp_path, masked=False, length=3)
+        assert await self.batches(folder, [[1, 2, 4], [3, 3, 3], [2, 3, 3]]) == [3] * 3
+        for row in ([1, 1], [1] * 4):
+            await self.refused(folder, row, f"a text has {len(row)} tokens; the model takes 3")
+
+    @staticmethod
+    async def refused(folder: Path, row: list[int], words: str) -> None:
+        async with serving(folder, "text-classification") as engine:
+            with pytest.raises(HeadraceError, match=words) as told:
+                await engine.infer(asked(row))
+        assert told.value.reason is Reason.INVALID_REQUEST
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,10 @@ class Tokens:
             raise invalid(f"`{LENGTHS}` must be at least 1 each, and add up to the {ids.size} of `{TOKEN_IDS}`")
         if max(counts) > self._context:
             raise invalid(f"a text has {max(counts)} tokens; the model takes {self._context}")
+        if self._length and MASK not in self._dtypes and min(counts) != self._length:
+            raise invalid(
+                f"a text has {min(counts)} tokens; the model takes {self._length}, and has no mask to hide padding"
+            )
         rows = [ids[end - count : end] for end, count in zip(ends, counts, strict=True)]
         return self._rows.parts(rows, self._fetch, self._bucket)
 
@@ -70,10 +74,6 @@ class Tokens:
                 made[name] = (np.arange(longest) < lengths[:, None]).astype(self._dtypes[name])
             elif name != IDS:
                 made[name] = np.zeros(ids.shape, dtype=self._dtypes[name])
-        if MASK not in made and lengths.min() != longest:
-            raise EngineError(
-                "the model has no attention mask, so texts of different lengths can't share its fixed shape"
-            )
         return made
 
 
