@@ -89,10 +89,12 @@ async def test_a_deadline_is_kept_while_the_only_instance_is_busy(tmp_path: Path
     async with serving(looping(tmp_path), max_batch_size=8) as engine:
         busy = asyncio.create_task(engine.infer(request(tensor("turns", "INT64", [[ENDLESS]]))))
         await until_running(engine)
+        begun_s = time.monotonic()
         late = request(tensor("turns", "INT64", [[1]]), within_ms=50)
         with pytest.raises(HeadraceError, match="before the model came to it") as told:
             await engine.infer(late)
         assert told.value.reason is Reason.DEADLINE_EXCEEDED
+        assert 0.04 < time.monotonic() - begun_s < 2, "at its deadline"
         assert engine.stats().waiting == 0
         assert not busy.done()
         busy.cancel()
