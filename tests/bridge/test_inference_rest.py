@@ -332,8 +332,13 @@ def test_bf16_is_refused_in_json_before_the_model_runs(http: httpx.Client, bridg
     answer = http.post(
         f"/v2/models/{identity('BF16')}/infer", content=head + b"\0\0", headers={LENGTH_HEADER: str(len(head))}
     )
-    assert (answer.status_code, len(bridge.responder.seen)) == (400, before)
-    assert "binary" in answer.json()["error"]
+    written = http.post(
+        f"/v2/models/{identity('BF16')}/infer",
+        json={"inputs": [{"name": "x", "datatype": "BF16", "shape": [1, 1], "data": [0.5]}]},
+    )
+    assert (answer.status_code, written.status_code, len(bridge.responder.seen)) == (400, 400, before)
+    assert "ask for it as binary data" in answer.json()["error"]
+    assert "send it as binary data" in written.json()["error"]
 
 
 async def test_who_leaves_cancels(bridge: RunningBridge) -> None:

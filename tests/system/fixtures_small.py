@@ -17,10 +17,11 @@ from tests.system.fixtures_models import worker
 from tests.system.running import RunningStack
 
 DOOR = "bridge-grpc"
-MINILM, MAGIKA, EVERYTHING, BRAIN, PICKING, LOOPING, PAIRING = (
+MINILM, MAGIKA, EVERYTHING, TYPED, BRAIN, PICKING, LOOPING, PAIRING = (
     "minilm",
     "small-magika",
     "everything",
+    "typed",
     "brain",
     "picking",
     "looping",
@@ -57,14 +58,16 @@ def served(stack: RunningStack, *entries: ModelEntry) -> Iterator[SmallModels]:
 def small(
     stack: RunningStack, minilm_dir: Path, magika_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SmallModels]:
-    """MiniLM and Magika; `everything`, with an input of each datatype and rank, and `brain` with those of BF16."""
+    """MiniLM and Magika; `everything`, with an input of each datatype and rank, `typed` with those but FP16's, and `brain` with those of BF16."""
     made = tmp_path_factory.mktemp("made")
     everything, brain = onnx_models.everything(made / EVERYTHING), onnx_models.brain(made / BRAIN)
+    typed = onnx_models.typed(made / TYPED)
     with served(
         stack,
         ModelEntry(MINILM, "1", "onnx", str(minilm_dir), 256, slots=32, processor="text-embedding", cache=CacheEntry(ttl_s=600)),
         ModelEntry(MAGIKA, "1", "onnx", str(magika_dir), 512, slots=32, processor="bytes-classification", cache=CacheEntry(ttl_s=600)),
         ModelEntry(EVERYTHING, "1", "onnx", str(everything), 512, slots=8),
+        ModelEntry(TYPED, "1", "onnx", str(typed), 512, slots=8),
         ModelEntry(BRAIN, "1", "onnx", str(brain), 512, slots=8),
     ) as found:  # fmt: skip
         yield found

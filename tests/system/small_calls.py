@@ -1,4 +1,4 @@
-"""One request for tensors by each of the clients that callers have: Triton's over HTTP and gRPC, KServe's over REST and gRPC, and plain JSON."""
+"""One request for tensors by each of the clients that callers have: Triton's over HTTP and gRPC, KServe's over REST and gRPC, plain JSON, and typed messages by gRPC."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from tests.bridge.test_inference_grpc import TYPED
 from tests.system.fixtures_small import SmallModels
 from tests.system.kserve_asks import as_json, of_json
 from tests.system.running import CALL_WAIT_S, ROOT
+from workers.engines.arrays import DTYPES
 
 TRITON_HTTP, TRITON_JSON, TRITON_GRPC = "triton http", "triton json", "triton grpc"
 KSERVE_REST, KSERVE_JSON, KSERVE_GRPC = "rest", "rest json", "grpc"
-JSON = "json"
+JSON, TYPED_GRPC = "json", "typed grpc"
 TRITONS = (TRITON_HTTP, TRITON_JSON, TRITON_GRPC)
 KSERVES = (KSERVE_REST, KSERVE_JSON, KSERVE_GRPC)
 KSERVE_WAIT_S = 120.0
+FIELDS = {datatype: field for datatype, field, _ in TYPED}
+"""By datatype, the field of a message's contents."""
 WORDS = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
@@ -41,6 +47,8 @@ def asked(small: SmallModels, key: str, client: str, ask: Ask) -> dict[str, Any]
     """The outputs as the client gives them, by name."""
     if client == TRITON_GRPC:
         return _triton_grpc(small, key, ask)
+    if client == TYPED_GRPC:
+        return _typed_grpc(small, key, ask)
     if client == JSON:
         return _json(small, key, ask)
     return _triton_http(small, key, ask, binary=client == TRITON_HTTP)
@@ -72,6 +80,28 @@ def _triton_grpc(small: SmallModels, key: str, ask: Ask) -> dict[str, Any]:
     with grpc_client.InferenceServerClient(small.grpc) as client:
         found = client.infer(ask.model, inputs, outputs=wanted, headers=headers)
     return {name: found.as_numpy(name) for name in ask.outputs}
+
+
+def _typed_grpc(small: SmallModels, key: str, ask: Ask) -> dict[str, Any]:
+    """As the messages are, and nothing raw."""
+    request = service_pb2.ModelInferRequest(model_name=ask.model)
+    for name, (datatype, array) in ask.inputs.items():
+        item = request.inputs.add(name=name, datatype=datatype, shape=array.shape)
+        getattr(item.contents, FIELDS[datatype]).extend(array.ravel().tolist())
+    for name in ask.outputs:
+        request.outputs.add(name=name)
+    with grpc.insecure_channel(small.grpc) as channel:
+        stub: Any = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        metadata = (("authorization", f"Bearer {key}"), ("cache-control", "no-cache"))
+        answer = stub.ModelInfer(request, metadata=metadata, timeout=CALL_WAIT_S)
+    assert not answer.raw_output_contents
+    return {
+        item.name: np.array(
+            list(getattr(item.contents, FIELDS[item.datatype])),
+            object if item.datatype == "BYTES" else DTYPES[item.datatype],
+        ).reshape(item.shape)
+        for item in answer.outputs
+    }
 
 
 def _json(small: SmallModels, key: str, ask: Ask) -> dict[str, Any]:

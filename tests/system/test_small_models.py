@@ -25,9 +25,21 @@ from schemas.events import InferenceCompleted, InferenceFailed
 from schemas.topics import LIFECYCLE
 from tests.onnx_models import EXTREMES, ONNX_TYPES, RANKS
 from tests.system.direct_onnx import direct_scores, direct_vectors
-from tests.system.fixtures_small import BRAIN, EVERYTHING, MAGIKA, MINILM, SmallModels
+from tests.system.fixtures_small import BRAIN, EVERYTHING, MAGIKA, MINILM, TYPED, SmallModels
 from tests.system.running import RunningStack
-from tests.system.small_calls import JSON, KSERVE_GRPC, KSERVE_REST, KSERVES, TRITONS, Ask, asked, kserves
+from tests.system.small_calls import (
+    JSON,
+    KSERVE_GRPC,
+    KSERVE_JSON,
+    KSERVE_REST,
+    KSERVES,
+    TRITON_JSON,
+    TRITONS,
+    TYPED_GRPC,
+    Ask,
+    asked,
+    kserves,
+)
 from tests.system.small_door import async_door, door, tensor
 from tests.system.test_cache import metric
 from workers.engines.arrays import DTYPES
@@ -50,22 +62,27 @@ EMBED = Ask(MINILM, {"text": ("BYTES", texts_of(TEXTS))}, ["embedding"])
 CLASSIFY = Ask(MAGIKA, {"bytes": ("BYTES", texts_of(FILES))}, ["label", "score"])
 
 
-def extremes(*kinds: str) -> Ask:
-    """Each of these datatypes in each rank, with what is hard of it."""
+def extremes(model: str, *kinds: str, infinite: bool = True) -> Ask:
+    """Each of these datatypes in each rank, with what is hard of it; NaN for infinity if that can't be said."""
     given: dict[str, tuple[str, Any]] = {}
     for kind in kinds:
         for rank in range(RANKS):
             shape = (2, 3, 1, 2)[:rank]
             values = [EXTREMES[kind][index % 2] for index in range(int(np.prod(shape)))]
             raw = texts_of(values) if kind == "BYTES" else np.array(values, DTYPES[kind])
+            if not infinite and raw.dtype.kind == "f":
+                raw[np.isinf(raw)] = np.nan
             array = raw.reshape(shape)
             given[f"{kind.lower()}_{rank}"] = (kind, array.view(ml_dtypes.bfloat16) if kind == "BF16" else array)
-    model = BRAIN if "BF16" in kinds else EVERYTHING
     return Ask(model, given, [f"{name}_back" for name in given])
 
 
-ALL = extremes(*(kind for kind in ONNX_TYPES if kind != "BF16"))
-BF16 = extremes("BF16")
+WITH_FIELDS = [kind for kind in ONNX_TYPES if kind not in {"BF16", "FP16"}]
+ALL = extremes(EVERYTHING, *WITH_FIELDS, "FP16")
+BF16 = extremes(BRAIN, "BF16")
+ALL_TYPED = extremes(TYPED, *WITH_FIELDS)
+KSERVE_ALL = [(KSERVE_REST, ALL), (KSERVE_GRPC, ALL), (KSERVE_JSON, extremes(TYPED, *WITH_FIELDS, infinite=False))]
+"""By how it is asked. In JSON it has no FP16, and no infinity that it tells from NaN; and BF16 it doesn't know."""
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +99,9 @@ def scores(magika_dir: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def kserve(stack: RunningStack, small: SmallModels) -> dict[tuple[str, str], dict[str, Any]]:
-    """What KServe's client got, by how it asked and of which model. In JSON it has no FP16, and no infinity that it tells from NaN."""
+    """What KServe's client got, by how it asked and of which model."""
     asks = [(how, ask) for how in KSERVES for ask in (EMBED, CLASSIFY)]
-    asks += [(how, ALL) for how in (KSERVE_REST, KSERVE_GRPC)]
+    asks += KSERVE_ALL
     found = kserves(small, stack.keys["acme"], asks)
     return {(how, ask.model): answer for (how, ask), answer in zip(asks, found, strict=True)}
 
@@ -175,19 +192,20 @@ def test_whatever_shares_their_batch(stack: RunningStack, small: SmallModels, ve
     assert after[0] - before[0] > 2 * 48, "some had others in their run"
 
 
-@pytest.mark.parametrize("client", [*TRITONS[::2], JSON])
+@pytest.mark.parametrize("client", [*TRITONS, JSON, TYPED_GRPC])
 def test_every_datatype_and_rank_comes_back(stack: RunningStack, small: SmallModels, client: str) -> None:
     """Of NaN every bit where it is binary, and "NaN", "Infinity" and "-Infinity" in JSON."""
-    check_same(ALL, asked(small, stack.keys["acme"], client, ALL), exact=client != JSON)
-    if client != JSON:  # in which BF16 has no form
+    whole, text = ALL_TYPED if client == TYPED_GRPC else ALL, client in {TRITON_JSON, JSON}
+    check_same(whole, asked(small, stack.keys["acme"], client, whole), exact=not text)
+    if not text and client != TYPED_GRPC:  # in which BF16 has no form
         check_same(BF16, asked(small, stack.keys["acme"], client, BF16), exact=True)
 
 
-@pytest.mark.parametrize("how", [KSERVE_REST, KSERVE_GRPC])
+@pytest.mark.parametrize(("how", "ask"), KSERVE_ALL, ids=[how for how, _ in KSERVE_ALL])
 def test_every_datatype_and_rank_comes_back_to_kserves_clients(
-    kserve: dict[tuple[str, str], dict[str, Any]], how: str
+    kserve: dict[tuple[str, str], dict[str, Any]], how: str, ask: Ask
 ) -> None:
-    check_same(ALL, kserve[how, EVERYTHING], exact=True)
+    check_same(ask, kserve[how, ask.model], exact=how != KSERVE_JSON)
 
 
 def test_the_command_line_embeds_and_classifies(
