@@ -160,6 +160,26 @@ def scoring(folder: Path, labels: int, *, masked: bool = True, length: int | str
     return write(folder, nodes, inputs, [("logits", "FP32", ("batch", labels))], initializer=constants)
 
 
+def grading(folder: Path, labels: int) -> Path:
+    """A text classifier whose `logits` [batch, labels] are all of some size: a twentieth of (the tokens' sum times the label's place) modulo 97."""
+    nodes = [
+        helper.make_node("Mul", ["input_ids", "attention_mask"], ["seen"]),
+        helper.make_node("ReduceSum", ["seen", "axes"], ["sums"], keepdims=1),
+        helper.make_node("Mul", ["sums", "places"], ["products"]),
+        helper.make_node("Mod", ["products", "most"], ["marks"]),
+        helper.make_node("Cast", ["marks"], ["floats"], to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["floats", "step"], ["logits"]),
+    ]
+    constants = [
+        helper.make_tensor("axes", TensorProto.INT64, [1], [1]),
+        helper.make_tensor("places", TensorProto.INT64, [1, labels], range(1, labels + 1)),
+        helper.make_tensor("most", TensorProto.INT64, [], [97]),
+        helper.make_tensor("step", TensorProto.FLOAT, [], [0.05]),
+    ]
+    inputs: list[Value] = [(name, "INT64", ("batch", "length")) for name in ("input_ids", "attention_mask")]
+    return write(folder, nodes, inputs, [("logits", "FP32", ("batch", labels))], initializer=constants)
+
+
 def everything(folder: Path) -> Path:
     """An input of each datatype and of each rank up to 4, such as `fp32_2`, and the same again as `fp32_2_back`; BF16 can't stand beside BYTES."""
     return _back(folder, [kind for kind in ONNX_TYPES if kind != "BF16"])

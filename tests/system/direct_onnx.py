@@ -1,4 +1,4 @@
-"""What ONNX Runtime gives where nothing of ours stands between: MiniLM's vectors, and Magika's scores."""
+"""What ONNX Runtime gives where nothing of ours stands between: MiniLM's vectors, Magika's scores, and a text classifier's."""
 
 from __future__ import annotations
 
@@ -37,6 +37,18 @@ def direct_scores(folder: Path, files: Sequence[bytes]) -> list[dict[str, float]
         assert made is not None
         (rows,) = session.run(None, {"bytes": np.array([[*made.beg, *made.end]], np.int32)})
         found.append(dict(zip(labels, rows[0].tolist(), strict=True)))
+    return found
+
+
+def direct_classes(folder: Path, texts: Sequence[str]) -> list[dict[str, float]]:
+    """A text classifier's scores by label, each of a text by itself."""
+    tokenizer, session = load_tokenizer(str(folder)), _session(folder)
+    labels, found = json.loads((folder / "config.json").read_text())["id2label"].values(), []
+    for text in texts:
+        ids = np.array([tokenizer.encode(text, add_special_tokens=True)])
+        (logits,) = session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})
+        raised = np.exp(logits[0].astype(float))
+        found.append(dict(zip(labels, (raised / raised.sum()).tolist(), strict=True)))
     return found
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -22,14 +22,22 @@ SESSION_MS = 6_000
 
 
 @contextmanager
+def workers(stack: RunningStack, models: Mapping[str, str]) -> Iterator[None]:
+    """Worker processes while the block runs, each of a model, by their names. They start side by side."""
+    with ExitStack() as cleanup:
+        for name, model in models.items():
+            stack.add(name, "worker", model, "1", HEADRACE_WORKER_SESSION_TIMEOUT_MS=str(SESSION_MS))
+            cleanup.callback(stack.remove, name)
+        for name in models:
+            stack.await_ready(name)
+        yield
+
+
+@contextmanager
 def worker(stack: RunningStack, name: str, model: str) -> Iterator[str]:
     """A worker process while the block runs; yields its name."""
-    stack.add(name, "worker", model, "1", HEADRACE_WORKER_SESSION_TIMEOUT_MS=str(SESSION_MS))
-    try:
-        stack.await_ready(name)
+    with workers(stack, {name: model}):
         yield name
-    finally:
-        stack.remove(name)
 
 
 def tell_of_start(stack: RunningStack, model: str, start_up_ms: int) -> None:

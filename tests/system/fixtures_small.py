@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,15 +12,18 @@ import pytest
 
 from cli.models import register_versions, version_of
 from infra import ports
+from infra.manifest import MANIFEST
 from infra.models_file import CacheEntry, ModelEntry
+from infra.onnx_signature import MODEL_FILE
 from tests import onnx_models
-from tests.system.fixtures_models import worker
+from tests.system.fixtures_models import workers
 from tests.system.running import RunningStack
 
 DOOR = "bridge-grpc"
-MINILM, MAGIKA, EVERYTHING, TYPED, BRAIN, PICKING, LOOPING, PAIRING = (
+MINILM, MAGIKA, GRADES, EVERYTHING, TYPED, BRAIN, PICKING, LOOPING, PAIRING = (
     "minilm",
     "small-magika",
+    "grades",
     "everything",
     "typed",
     "brain",
@@ -28,6 +32,8 @@ MINILM, MAGIKA, EVERYTHING, TYPED, BRAIN, PICKING, LOOPING, PAIRING = (
     "pairing",
 )
 LOOPING_SLOTS = 8
+NAMES = ("bad", "so-so", "gut — très bien", "none of these")
+"""The labels of `grades`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +45,30 @@ class SmallModels:
     entries: Sequence[ModelEntry]
 
 
+def beside(folder: Path, made: Path) -> Path:
+    """A new folder with all of a model's files but the model itself."""
+    made.mkdir()
+    for file in folder.iterdir():
+        if file.name not in {MODEL_FILE, MANIFEST}:
+            (made / file.name).write_bytes(file.read_bytes())
+    return made
+
+
+def grades(minilm_dir: Path, made: Path) -> Path:
+    """A text classifier, with MiniLM's tokenizer."""
+    config = json.loads((beside(minilm_dir, made) / "config.json").read_text())
+    labelled = {**config, "id2label": dict(enumerate(NAMES))}
+    (made / "config.json").write_text(json.dumps(labelled))
+    return onnx_models.grading(made, len(NAMES))
+
+
 @contextmanager
 def served(stack: RunningStack, *entries: ModelEntry) -> Iterator[SmallModels]:
     """These models, each with a worker `<name>-a`, and the front door, while the block runs."""
     port, grpc_port = ports.free_port(), ports.free_port()
     versions = [version_of(entry, stack.data_dir, lambda _text: None) for entry in entries]
     stack.thread.run(register_versions(stack.kafka, versions))
-    with ExitStack() as cleanup:
-        for entry in entries:
-            cleanup.enter_context(worker(stack, f"{entry.name}-a", entry.name))
+    with workers(stack, {f"{entry.name}-a": entry.name for entry in entries}), ExitStack() as cleanup:
         stack.add(DOOR, "bridge", "--port", str(port), HEADRACE_BRIDGE_GRPC_PORT=str(grpc_port))
         cleanup.callback(stack.remove, DOOR)
         stack.await_ready(DOOR)
@@ -58,7 +79,7 @@ def served(stack: RunningStack, *entries: ModelEntry) -> Iterator[SmallModels]:
 def small(
     stack: RunningStack, minilm_dir: Path, magika_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SmallModels]:
-    """MiniLM and Magika; `everything`, with an input of each datatype and rank, `typed` with those but FP16's, and `brain` with those of BF16."""
+    """MiniLM, Magika, and `grades`, which labels texts; `everything`, with an input of each datatype and rank, `typed` with those but FP16's, and `brain` with those of BF16."""
     made = tmp_path_factory.mktemp("made")
     everything, brain = onnx_models.everything(made / EVERYTHING), onnx_models.brain(made / BRAIN)
     typed = onnx_models.typed(made / TYPED)
@@ -66,6 +87,7 @@ def small(
         stack,
         ModelEntry(MINILM, "1", "onnx", str(minilm_dir), 256, slots=32, processor="text-embedding", cache=CacheEntry(ttl_s=600)),
         ModelEntry(MAGIKA, "1", "onnx", str(magika_dir), 512, slots=32, processor="bytes-classification", cache=CacheEntry(ttl_s=600)),
+        ModelEntry(GRADES, "1", "onnx", str(grades(minilm_dir, made / GRADES)), 256, slots=8, processor="text-classification"),
         ModelEntry(EVERYTHING, "1", "onnx", str(everything), 512, slots=8),
         ModelEntry(TYPED, "1", "onnx", str(typed), 512, slots=8),
         ModelEntry(BRAIN, "1", "onnx", str(brain), 512, slots=8),

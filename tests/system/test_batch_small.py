@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ import onnx
 import pytest
 
 from cli.models import register_versions, version_of
-from infra.manifest import MANIFEST
 from infra.models_file import ModelEntry
 from infra.onnx_signature import MODEL_FILE
 from tests.system.direct_onnx import direct_scores, direct_vectors
-from tests.system.fixtures_models import worker
+from tests.system.fixtures_models import workers
+from tests.system.fixtures_small import beside
 from tests.system.running import RunningStack
 from tests.system.test_batch import answers
 
@@ -32,10 +31,7 @@ EMBEDDING = {"processor": "text-embedding", "slots": 64}
 
 def with_rows(folder: Path, rows: int, made: Path) -> Path:
     """A model folder whose file takes exactly so many rows, else as another."""
-    made.mkdir()
-    for file in folder.iterdir():
-        if file.name not in {MODEL_FILE, MANIFEST}:
-            (made / file.name).write_bytes(file.read_bytes())
+    beside(folder, made)
     model = onnx.load(folder / MODEL_FILE)
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = rows
@@ -57,9 +53,7 @@ def models(
     versions = [version_of(entry, stack.data_dir, lambda _text: None) for entry in entries]
     assert {version.model: version.fixed_rows for version in versions} == {EMBED: 0, FILES: 0, **FIXED}
     stack.thread.run(register_versions(stack.kafka, versions))
-    with ExitStack() as workers:
-        for entry in entries:
-            workers.enter_context(worker(stack, f"{entry.name}-a", entry.name))
+    with workers(stack, {f"{entry.name}-a": entry.name for entry in entries}):
         yield
 
 

@@ -24,8 +24,8 @@ from cli.demo import show_small
 from schemas.events import InferenceCompleted, InferenceFailed
 from schemas.topics import LIFECYCLE
 from tests.onnx_models import EXTREMES, ONNX_TYPES, RANKS
-from tests.system.direct_onnx import direct_scores, direct_vectors
-from tests.system.fixtures_small import BRAIN, EVERYTHING, MAGIKA, MINILM, TYPED, SmallModels
+from tests.system.direct_onnx import direct_classes, direct_scores, direct_vectors
+from tests.system.fixtures_small import BRAIN, EVERYTHING, GRADES, MAGIKA, MINILM, NAMES, TYPED, SmallModels
 from tests.system.running import RunningStack
 from tests.system.small_calls import (
     JSON,
@@ -42,6 +42,7 @@ from tests.system.small_calls import (
 )
 from tests.system.small_door import async_door, door, tensor
 from tests.system.test_cache import metric
+from text.tokenizer import load_tokenizer
 from workers.engines.arrays import DTYPES
 
 TEXTS = ("A cat sits on the mat.", "The headrace leads water to the turbine. " * 8, "short")
@@ -168,6 +169,51 @@ def test_openais_client_gets_the_values_of_onnx_runtime(
         ]
     labels = [[each["label"] for each in row] for row in classes]
     check_scores(labels, [[each["score"] for each in row] for row in classes], scores)
+
+
+def test_a_text_classifier_gives_as_many_labels_as_are_asked_for_the_best_first(
+    stack: RunningStack, small: SmallModels
+) -> None:
+    """Of texts, and of their token ids."""
+    (folder,) = (Path(entry.artifact) for entry in small.entries if entry.name == GRADES)
+    wanted = [
+        sorted(scores.items(), key=lambda item: item[1], reverse=True) for scores in direct_classes(folder, TEXTS)
+    ]
+    assert len({best for (best, _), *_ in wanted}) > 1
+    with door(stack, small) as client:
+        for given in (list(TEXTS), tokens_of(folder)):
+            for count in (1, 2, len(NAMES), 1_000):
+                body = {"model": GRADES, "input": given, "top_k": count}
+                answer = client.post("/v1/classifications", json=body).json()
+                for item, classes in zip(answer["data"], wanted, strict=True):
+                    labels, scores = zip(*classes[:count], strict=True)
+                    assert tuple(each["label"] for each in item["classes"]) == labels
+                    assert [each["score"] for each in item["classes"]] == pytest.approx(scores, rel=0, abs=TOLERANCE)
+                    assert (item["label"], item["score"]) == tuple(item["classes"][0].values())
+    way = ("--url", small.url, "--key", stack.keys["acme"], "--json")
+    lines = stack.command("classify", GRADES, *(word for text in TEXTS for word in ("--text", text)), *way).stdout
+    assert [json.loads(line)["label"] for line in lines.splitlines()] == [best for (best, _), *_ in wanted]
+
+
+def tokens_of(folder: Path) -> list[list[int]]:
+    """Of the texts, as a model's own tokenizer has them."""
+    tokenizer = load_tokenizer(str(folder))
+    return [tokenizer.encode(text, add_special_tokens=True) for text in TEXTS]
+
+
+def test_token_ids_have_the_embedding_of_their_text(
+    stack: RunningStack, small: SmallModels, minilm_dir: Path, vectors: Any
+) -> None:
+    """One text's, and several texts'."""
+    ids = tokens_of(minilm_dir)
+    with OpenAI(base_url=f"{small.url}/v1", api_key=stack.keys["acme"], max_retries=0) as client:
+        whole = client.embeddings.create(model=MINILM, input=ids, encoding_format="float")
+        alone = [client.embeddings.create(model=MINILM, input=each, encoding_format="float") for each in ids]
+    assert [item.index for item in whole.data] == list(range(len(TEXTS)))
+    for found in (whole.data, [item for answer in alone for item in answer.data]):
+        np.testing.assert_allclose(np.array([item.embedding for item in found]), vectors, rtol=0, atol=TOLERANCE)
+    lengths = [len(each) for each in ids]
+    assert (whole.usage.prompt_tokens, [each.usage.prompt_tokens for each in alone]) == (sum(lengths), lengths)
 
 
 def test_whatever_shares_their_batch(stack: RunningStack, small: SmallModels, vectors: Any) -> None:
