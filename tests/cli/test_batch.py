@@ -273,7 +273,9 @@ def test_bad_lines_are_told_before_anything_is_asked(job: Job, answering: Answer
     assert len(job.answers) == 5
 
 
-def test_a_killed_job_goes_on_and_asks_nothing_twice(job: Job, answering: Answering) -> None:
+@pytest.mark.parametrize("away", [False, True], ids=["at once", "when the log has forgotten what was asked"])
+def test_a_killed_job_goes_on_and_asks_nothing_twice(job: Job, answering: Answering, away: bool) -> None:
+    """The log recognises a repeat for a day: after that what was answered meanwhile isn't asked again at all."""
     texts = [f"t{number}" for number in range(700)]
     job.write(*({"text": text} for text in texts))
     answering.hold_after(3)
@@ -282,12 +284,16 @@ def test_a_killed_job_goes_on_and_asks_nothing_twice(job: Job, answering: Answer
     process.kill()
     process.communicate()
     answering.release()
+    if away:
+        until(lambda: answering.answered == len(answering.requests))
+        answering.requests.clear()
     process = job.start("--model", EMBED, "--window", "6")
     output, errors = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, errors
     assert json.loads(output)["done"] == len(texts)
     assert sorted(job.by_id, key=lambda name: int(name.split("-")[1])) == [f"line-{n}" for n in range(1, 701)]
     assert answering.computed == dict.fromkeys((text.encode() for text in texts), 1)
+    assert not away or set(answering.asked.values()) == {1}
     asked = len(answering.requests)
     again = job.run("--model", EMBED)
     assert again.return_value == 0

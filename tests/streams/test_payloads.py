@@ -12,6 +12,8 @@ import pytest
 from infra.objects_folder import FolderStore
 from infra.objects_s3 import S3Store
 from infra.settings import LifecycleSettings
+from infra.topics import topic_config
+from schemas.topics import ANSWERS, DAY_MS, HOUR_MS, core_topics
 from streams import payloads as module
 from streams.payloads import sweep, sweep_regularly
 from tests.s3 import BUCKET, S3Server
@@ -62,3 +64,26 @@ async def test_it_goes_on_after_a_store_was_away(tmp_path: Path, monkeypatch: py
             await asyncio.sleep(0.02)
     sweeping.cancel()
     await asyncio.gather(sweeping, return_exceptions=True)
+
+
+async def test_what_an_answer_refers_to_is_there_for_as_long_as_the_answer_and_that_is_more_than_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collector that was away for a day or two loses nothing, by whatever way its results come."""
+    monkeypatch.setattr(module, "FIRST_SWEEP_S", 0.0)
+    (kept_ms,) = (int(topic_config(spec)["retention.ms"]) for spec in core_topics() if spec.name == ANSWERS)
+    assert kept_ms >= 3 * DAY_MS
+    ages_ms = {"day": DAY_MS, "days": 2 * DAY_MS, "last": kept_ms + HOUR_MS, "old": kept_ms + 2 * DAY_MS}
+    folder = tmp_path / "objects/payloads/a"
+    folder.mkdir(parents=True)
+    for name, age_ms in ages_ms.items():
+        (folder / name).write_bytes(b"x")
+        os.utime(folder / name, (at_s := time.time() - age_ms / 1000, at_s))
+    sweeping = asyncio.ensure_future(sweep_regularly(LifecycleSettings(data_dir=tmp_path)))
+    async with asyncio.timeout(10):
+        while (folder / "old").exists():  # noqa: ASYNC110  # the sweep tells nobody
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.1)
+    sweeping.cancel()
+    await asyncio.gather(sweeping, return_exceptions=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["day", "days", "last"]
