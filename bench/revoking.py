@@ -129,12 +129,14 @@ async def _generated(address: str, key: str) -> AsyncIterator[Inferred]:
     text = orjson.dumps(LONG)
     asked = message("ModelInferRequest")(model_name=MODEL)
     asked.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-    asked.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
+    asked.inputs.add(name="stream", datatype="BOOL", shape=[1])
+    asked.raw_input_contents.extend((len(text).to_bytes(4, "little") + text, b"\x01"))
     async with grpc.aio.insecure_channel(address) as channel:
         infer: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")
         call = infer(metadata=(("authorization", f"Bearer {key}"),))
         await call.write(asked.SerializeToString())
-        await call.read()
+        async with asyncio.timeout(KNOWN_S_MAX):
+            await call.read()
         yield call
         call.cancel()
 
