@@ -29,6 +29,7 @@ def test_a_core_and_both_ends_of_the_latency_have_a_row() -> None:
         ("requests_per_s_per_core", "max", 1_600, 3_200, 0.5, PEER),
         ("requests_per_s", "max", 1_500, 3_000, 0.5, PEER),
         ("requests_per_s_per_core", "max, 2 processes", 1_200, 1_600, 0.75, "one process"),
+        ("requests_per_s", "max, 2 processes", 2_000, 1_500, pytest.approx(1.333), "one process"),
         ("latency_p50_ms", "750/s", 4, 2, 2, PEER),
         ("latency_p99_ms", "750/s", pytest.approx(4.16), 2, pytest.approx(2.08), PEER),
     ]

@@ -70,11 +70,12 @@ def test_each_way_has_a_row_with_and_without_batching() -> None:
 def test_aims_are_judged_with_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     _judge({**FOUND, ("log", "minilm"): [(490.0, 500.0)]})
 
-    http, log = capsys.readouterr().err.splitlines()
+    http, log, far = capsys.readouterr().err.splitlines()
     assert "aim: http at 0.9" in http
     assert "met (0.90)" in http
     assert "aim: log at 1 " in log
     assert "missed (0.98)" in log
+    assert f"aim: {FAR} at 1 of {ALONE}: missed (0.70)" in far
 
 
 def test_both_are_asked_the_same_tokens() -> None:
