@@ -40,6 +40,10 @@ class Alone:
                 if not self._waiting[name]:
                     del self._waiting[name]
 
+    def held(self, name: str) -> bool:
+        """Whether somebody holds a name now."""
+        return name in self._held
+
     def of(self, name: str) -> AbstractAsyncContextManager[None]:
         """Hold a name while the block runs. Entering raises `TooManyWait`."""
         return _Holding(name, self._held, self.free)

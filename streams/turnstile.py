@@ -116,10 +116,13 @@ class Turnstile:
         if not ahead and self._opens(place, version, tenant, accounts):
             self._count(place, tenant)
             return case, None
-        if (refusal := self._too_many(case, size)) is not None:
-            return cases.refuse(case, "turn", refusal)
         dated = rules.check_deadline(case, self._world)
         assert isinstance(dated, Case)
+        if self._parking is not None and not called and self._parked_before(case):
+            self._look_after()
+            raise self._parking.park(case, place, size, dated.deadline_ms)
+        if (refusal := self._too_many(case, size)) is not None:
+            return cases.refuse(case, "turn", refusal)
         if isinstance(late := rules.check_wait(replace(dated, ahead=ahead), self._world), Refusal):
             return cases.refuse(case, "turn", late)
         if self._parking is not None and not called and self._far_back(place, tenant, case.source.partition):
@@ -135,6 +138,12 @@ class Turnstile:
         if stub is not None and stub.unwanted:
             raise Unwanted
         return stub is not None and stub.place == place
+
+    def _parked_before(self, case: Case) -> bool:
+        """Whether another record with its id is parked: a refusal would end that one's stream."""
+        assert self._parking is not None
+        stub = self._parking.lanes.find(case.grant.tenant, case.request.request_id)
+        return stub is not None and (stub.partition, stub.offset) != (case.source.partition, case.source.offset)
 
     def _waiting(self, place: Version, tenant: str, *, called: bool) -> int:
         """How many of a lane wait, before one that is `called` or comes now."""
@@ -155,8 +164,11 @@ class Turnstile:
             or self._held_of(place, tenant) >= HELD_OF_LANE_MAX
         )
 
-    def park_unread(self, case: Case, size: int, *, roomy: bool) -> None:
-        """A new request of `size` bytes, not read yet. Raises Parked if it had better wait so, but once only; Unread if it is refused."""
+    def park_unread(self, case: Case, size: int, *, roomy: bool, first: bool) -> None:
+        """A new request of `size` bytes, not read yet. Raises Parked if it had better wait so, but once only; Unread if it is refused.
+
+        None is refused that isn't known to be the `first` with its id or key, for it may belong to what was asked before.
+        """
         if self._parking is None:
             return
         source, version, lanes = case.source, self._world.stable(case.request.model), self._parking.lanes
@@ -168,9 +180,10 @@ class Turnstile:
             case, deadline_ms = dated, dated.deadline_ms
         if lanes.called_at(source.partition, source.offset) or (roomy and not lanes.behind(place, case.grant.tenant)):
             return
-        if case.version is not None:
-            ahead = self._waiting(place, case.grant.tenant, called=False)
-            if isinstance(late := rules.check_wait(replace(case, ahead=ahead), self._world), Refusal):
+        if first and case.version is not None:
+            lain = max(0, int(time.time() * 1000) - case.requested_ms)
+            asked = replace(case, waited_ms=lain, ahead=self._waiting(place, case.grant.tenant, called=False))
+            if isinstance(late := rules.check_wait(asked, self._world), Refusal):
                 raise Unread(late)
         self._look_after()
         raise self._parking.park(case, place, size, deadline_ms)

@@ -78,9 +78,9 @@ async def parked(agent: Agent, count: int) -> None:
         await asyncio.sleep(0.2)
 
 
-async def by_reference(agent: Agent, site: Site, *, told: bool = True) -> str:
+async def by_reference(agent: Agent, site: Site, rid: str = "", *, told: bool = True) -> str:
     """A request that is in the object store: its id. `told`: the log says for which model it is."""
-    request = InferenceRequested(new_id(), site.model, prompt="large")
+    request = InferenceRequested(rid or new_id(), site.model, prompt="large")
     body = encode_json(request)
     name, digest = request.request_id, hashlib.sha256(body).hexdigest()
     reference = PayloadStored(name, site.tenant, "InferenceRequested", digest, len(body))
@@ -118,10 +118,13 @@ async def test_a_full_queue_takes_no_more_and_who_has_a_place_in_it_keeps_it(
 ) -> None:
     """Wherever the last of them are: before workers, held back, or parked."""
     async with open_site(kafka, BATCH, slots=SLOTS, max_queue_depth={BATCH: depth}) as site:
-        placed = [await site.ask() for _ in range(min(depth, ALONE))]
+        placed = [await site.ask() for _ in range(min(depth - 1, ALONE))]
         for rid in placed:
             await site.of(LIFECYCLE, InferenceAdmitted, rid)
-        placed += [await site.ask() for _ in range(depth - len(placed))]
+        placed += [await site.ask() for _ in range(depth - len(placed) - 1)]
+        again = await by_reference(batch, site)
+        placed.append(again)
+        await by_reference(batch, site, again)  # who asks once more isn't refused: that would end the first's stream
         for rid in (await site.ask(), await by_reference(batch, site), await site.ask()):
             refusal = await site.of(TOKENS, InferenceRejected, rid)
             assert (refusal.reason, refusal.param) == ("overloaded", "model")
