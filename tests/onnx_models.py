@@ -82,6 +82,15 @@ def doubling(folder: Path, shape: Shape = ("n", "width")) -> Path:
     return write(folder, nodes, [("x", "FP32", shape)], outputs, initializer=[axes])
 
 
+def drawing(folder: Path) -> Path:
+    """Adds noise to each row of two floats, other noise each time."""
+    nodes = [
+        helper.make_node("RandomNormalLike", ["input"], ["noise"]),
+        helper.make_node("Add", ["input", "noise"], ["output"]),
+    ]
+    return write(folder, nodes, [("input", "FP32", ("n", 2))], [("output", "FP32", ("n", 2))])
+
+
 def picking(folder: Path) -> Path:
     """`y` is the element of a table of three at each of `x`, INT64 [n, w]: one out of range fails the whole run."""
     table = helper.make_tensor("table", TensorProto.FLOAT, [3], [10.0, 20.0, 30.0])

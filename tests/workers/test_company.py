@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.onnx_models import ONNX_TYPES, counting_rows, identity, looping, picking, quantising
+from tests.onnx_models import ONNX_TYPES, counting_rows, drawing, identity, looping, picking, quantising
 from tests.workers.onnx_site import array, floats, request, serving
 from workers.engines import company
 from workers.engines.company import differs_in_company
@@ -52,6 +52,10 @@ def test_a_model_of_any_datatype_whose_rows_stand_alone_is_not_found(tmp_path: P
 @pytest.mark.parametrize("make", [picking, lambda folder: counting_rows(folder, None)], ids=["picking", "counting"])
 def test_nor_one_that_looks_things_up_nor_one_whose_rows_cannot_be_told_apart(tmp_path: Path, make: Any) -> None:
     assert not differs_in_company(Session(make(tmp_path), 1))
+
+
+def test_nor_one_that_draws_at_random_which_is_never_the_same(tmp_path: Path) -> None:
+    assert not differs_in_company(Session(drawing(tmp_path), 1))
 
 
 def test_minilm_is_not_found_and_magika_is(minilm_dir: Path, magika_dir: Path) -> None:
