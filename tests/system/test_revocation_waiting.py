@@ -16,8 +16,8 @@ from bridge.calls import new_request_id
 from decisions.verdicts import REVOKED_TEXT
 from infra.log import EventProducer
 from infra.models_file import ModelEntry
-from schemas.events import InferenceCompleted, InferenceFailed, InferenceRejected, InferenceRequested
-from schemas.topics import BATCH, GRANT_HEADER, INTERACTIVE, requests_topic
+from schemas.events import InferenceCompleted, InferenceFailed, InferenceRejected, InferenceRequested, TenantChanged
+from schemas.topics import BATCH, GRANT_HEADER, INTERACTIVE, TENANTS, requests_topic
 from tests.system.audit import Audit, Mark
 from tests.system.fixtures_models import register, worker
 from tests.system.running import MODEL, RunningStack, script
@@ -29,6 +29,8 @@ WAITING = 12
 REFUSED = ("rejected", "invalid_grant")
 LONG: dict[str, Any] = {"tokens": ["x"], "repeat": 600, "token_ms": 200}
 """Of two minutes."""
+SOON_MS = 2_000
+"""So long after the record that revokes all that was asked with the key has ended, what waits as well as what runs."""
 UNSERVED = "unserved"
 LINES, AT_ONCE_MAX = 800, 600
 """Of so many no more than that are held, or were let in: the others are parked."""
@@ -78,6 +80,12 @@ def endings(stack: RunningStack, names: list[str]) -> set[tuple[Any, Any]]:
     return {(fact["outcome"], fact.get("reason")) for fact in facts}
 
 
+def revoked_ms(mark: Mark, name: str) -> int:
+    """When the log got the tenant's last state, which is the one without the key."""
+    states = (item for item in mark.records() if isinstance(item.event, TenantChanged) and item.event.tenant == name)
+    return max(item.timestamp_ms for item in states)
+
+
 def revoke(stack: RunningStack, given: dict[str, Any]) -> None:
     stack.command("tenants", "keys", "revoke", given["tenant"], given["key_id"])
 
@@ -101,7 +109,7 @@ def test_what_waits_in_the_log_is_refused(stack: RunningStack, tier: str) -> Non
 def test_what_runs_is_cancelled_and_what_another_key_asked_goes_on(stack: RunningStack, single: str) -> None:
     given = with_grant(stack, name := f"runs-{secrets.token_hex(4)}")
     other = of_another_key(stack, name)
-    audit = Audit(stack)
+    audit, mark = Audit(stack), Mark(stack, TENANTS)
     (mine,), (others,) = (send(stack, each, INTERACTIVE, single, 1, **LONG) for each in (given, other))
     stack.until(lambda: all(stack.events(each, "TokensGenerated") for each in (mine, others)))
     stack.until(lambda: stack.reports(single)[-1].running == 2)
@@ -110,6 +118,7 @@ def test_what_runs_is_cancelled_and_what_another_key_asked_goes_on(stack: Runnin
     assert (ended.facts["outcome"], ended.facts["reason"]) == ("failed", "invalid_api_key")
     (ending,) = stack.events(mine, "InferenceFailed", f"tokens.{name}")
     assert ending.event.message == REVOKED_TEXT  # type: ignore[union-attr]
+    assert ending.timestamp_ms - revoked_ms(mark, name) < SOON_MS
     stack.until(lambda: stack.reports(single)[-1].running == 1)
     assert told(stack, name)[0]["running"] == 1, "its place is free, and the other's isn't"
     made = len(stack.events(others, "TokensGenerated"))
@@ -134,28 +143,32 @@ def test_what_is_parked_is_refused_and_what_another_key_asked_is_served(stack: R
     register(stack, ModelEntry(UNSERVED, "1", "scripted", "scripted", 4096, slots=8, partitions=1))
     given = with_grant(stack, name := f"floods-{secrets.token_hex(4)}")
     other = of_another_key(stack, name)
-    mark = Mark(stack, "lifecycle", f"tokens.{name}")
+    mark = Mark(stack, "lifecycle", f"tokens.{name}", TENANTS)
     flood = set(send(stack, given, BATCH, UNSERVED, LINES))
     (served,) = send(stack, other, BATCH, UNSERVED, 1)
     stack.until(lambda: parked(stack) > LINES - AT_ONCE_MAX)
     revoke(stack, given)
 
-    def outcomes(topic: str) -> dict[str, str]:
+    def outcomes(topic: str) -> dict[str, tuple[str, int]]:
+        """Of each request how it ended, and when the log got that."""
         kinds = (InferenceRejected, InferenceFailed, InferenceCompleted)
-        ended = [
-            item.event for item in mark.records() if item.topic.startswith(topic) and isinstance(item.event, kinds)
-        ]
-        return {event.request_id: getattr(event, "reason", "completed") for event in ended}
+        return {
+            item.event.request_id: (getattr(item.event, "reason", "completed"), item.timestamp_ms)
+            for item in mark.records()
+            if item.topic.startswith(topic) and isinstance(item.event, kinds)
+        }
 
-    def heard(topic: str) -> dict[str, str] | None:
+    def heard(topic: str) -> dict[str, tuple[str, int]] | None:
         found = outcomes(topic)
         return found if found.keys() >= flood else None
 
     for topic in ("lifecycle", "tokens."):
-        found: dict[str, str] = stack.until(partial(heard, topic))
+        told_of: dict[str, tuple[str, int]] = stack.until(partial(heard, topic))
+        assert max(at_ms for _, at_ms in told_of.values()) - revoked_ms(mark, name) < SOON_MS
+        found = {each: reason for each, (reason, _) in told_of.items()}
         refused = {each for each in flood if found[each] == "invalid_grant"}
         assert {found[each] for each in flood - refused} <= {"invalid_api_key"}, "those that had been let in"
         assert len(refused) >= LINES - AT_ONCE_MAX
         assert served not in found
     with worker(stack, UNSERVED, UNSERVED):
-        stack.until(lambda: outcomes("lifecycle").get(served) == "completed")
+        stack.until(lambda: outcomes("lifecycle").get(served, ("",))[0] == "completed")

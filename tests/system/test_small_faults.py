@@ -47,6 +47,8 @@ JOBS = 200
 CALLS = 20
 LATE_S = 3.0
 """So long after its deadline a request is told of it, at most, on a busy machine; what keeps the instance takes ten times as long."""
+FREED_S = 2.0
+"""So long after its caller left or cancelled it a request may have what it ran on."""
 RUNNING, BEING_TOLD = 1, 1
 """Of its jobs, at most, when a call comes to the worker: it has one instance, and batches of one."""
 
@@ -242,8 +244,10 @@ async def test_who_leaves_frees_the_instance(stack: RunningStack, made: SmallMod
         gone = asyncio.create_task(client.post(path, json=turns(ENDLESS), headers=within(600_000)))
         await asyncio.to_thread(begun, stack, mark)
         gone.cancel()
+        left_s = time.monotonic()
         await asyncio.wait({gone})
         answer = await client.post(path, json=turns(2), headers=within(50_000))
+    assert time.monotonic() - left_s < FREED_S
     assert answer.json()["outputs"][0]["data"] == [2.0]
 
 
@@ -265,8 +269,10 @@ def test_what_is_cancelled_frees_the_instance_and_its_tenants_only_place(
         assert client.post(path, json=turns(1)).status_code == httpx.codes.TOO_MANY_REQUESTS
         with caller(stack, kind, name) as way:
             way.cancel("", running)
+            cancelled_s = time.monotonic()
         assert calling.result(GIVEN_BACK_S * 2).status_code >= 400
         stack.until(lambda: client.post(path, json=turns(2)).status_code == httpx.codes.OK, GIVEN_BACK_S)
+        assert time.monotonic() - cancelled_s < FREED_S
         for wrong in (b"{", b"{}", json.dumps(picks(1)).encode(), json.dumps(turns(1) | {"outputs": 3}).encode()):
             assert client.post(path, content=wrong).status_code == httpx.codes.BAD_REQUEST
             stack.until(lambda: client.post(path, json=turns(3)).status_code == httpx.codes.OK, GIVEN_BACK_S)
