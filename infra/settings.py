@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
-from schemas.topics import BATCH, DAY_MS, HOUR_MS, INTERACTIVE, REQUEST_MAX_BYTES
+from schemas.topics import DAY_MS, HOUR_MS, INTERACTIVE, REQUEST_MAX_BYTES, TIERS
 
 SECRET_BYTES = 32
 SECRET_BYTES_MIN = 32  # RFC 7518 §3.2: no shorter than the hash that HS256 uses
@@ -295,7 +295,7 @@ class LifecycleSettings(ProcessSettings):
 class WorkerSettings(ProcessSettings):
     """`headrace worker MODEL VERSION`."""
 
-    tiers: tuple[str, ...] = (INTERACTIVE, BATCH)
+    tiers: tuple[str, ...] = TIERS  # of these it serves what its version has
     worker_id: str = field(default_factory=_process_id)
     slots: int = 0  # 0: what the model's configuration says
     window_records: int = 64  # the same for all workers of a version: it bounds what a former owner may have started

@@ -91,9 +91,9 @@ def ledgers(mark: Mark) -> dict[str, Ledger]:
     return found
 
 
-def told(stack: RunningStack, name: str) -> list[dict[str, Any]]:
+def told(stack: RunningStack, name: str, tier: str = "interactive") -> list[dict[str, Any]]:
     """What `headrace tenants usage` says of a tenant as a whole."""
-    lines = stack.command("tenants", "usage", name, "--tier", "interactive", "--json").stdout.splitlines()
+    lines = stack.command("tenants", "usage", name, "--tier", tier, "--json").stdout.splitlines()
     return [found for found in map(json.loads, lines) if found["scope"] == ""]
 
 

@@ -58,8 +58,7 @@ def line() -> dict[str, Any]:
 
 def write_lines(stack: RunningStack, tenant: str, count: int) -> None:
     """So many batch lines, straight to the log."""
-    grant = json.loads(stack.command("tenants", "grant", tenant, "--tiers", "batch", "--json").stdout)
-    headers = ((GRANT_HEADER, grant["grant"].encode()),)
+    headers = ((GRANT_HEADER, grant_for(stack, BATCH, tenant).encode()),)
     rest = json.dumps(line()).encode().removeprefix(b"{")
 
     async def write() -> None:
@@ -222,18 +221,25 @@ def ask_batch(stack: RunningStack, prompt: str) -> str:
     return ask_directly(stack, BATCH, PARTED, prompt)[0]
 
 
-def ask_directly(stack: RunningStack, tier: str, model: str, prompt: str, count: int = 1) -> list[str]:
-    """So many requests of acme's, straight to the log: their ids."""
-    grant = json.loads(stack.command("tenants", "grant", "acme", "--tiers", tier, "--json").stdout)
+def grant_for(stack: RunningStack, tier: str, tenant: str) -> str:
+    """A tenant's grant for a tier."""
+    return str(json.loads(stack.command("tenants", "grant", tenant, "--tiers", tier, "--json").stdout)["grant"])
+
+
+def ask_directly(
+    stack: RunningStack, tier: str, model: str, prompt: str, count: int = 1, tenant: str = "acme"
+) -> list[str]:
+    """So many requests of a tenant's, straight to the log: their ids."""
+    grant = grant_for(stack, tier, tenant)
     requests = [InferenceRequested(request_id(now_ms(), os.urandom(10)), model, prompt=prompt) for _ in range(count)]
 
     async def write() -> None:
         producer = EventProducer(stack.kafka, tier)
         await producer.start()
         try:
-            headers = ((GRANT_HEADER, grant["grant"].encode()),)
+            headers = ((GRANT_HEADER, grant.encode()),)
             for request in requests:
-                await producer.send_and_wait(requests_topic(tier), request, key="acme", headers=headers)
+                await producer.send_and_wait(requests_topic(tier), request, key=tenant, headers=headers)
         finally:
             await producer.stop()
 
