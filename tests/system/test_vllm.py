@@ -250,7 +250,7 @@ def test_a_closed_grpc_stream_stops_the_engine(stack: RunningStack, llm: str, do
         stack.until(lambda: running(stack) == 2)
     closed_s = time.monotonic()
     stack.until(lambda: running(stack) == 0)
-    assert time.monotonic() - closed_s < 10
+    assert time.monotonic() - closed_s < 2
     assert not stream.usage, "none had ended by itself"
 
 
