@@ -19,13 +19,14 @@ from bridge.auth import Caller
 from bridge.body import BODY_READ_MAX_S, PARSED_AT_ONCE_BYTES, parsed_beside
 from bridge.calls import Call
 from bridge.door import FrontDoor
-from bridge.errors import stopping
+from bridge.errors import rates_of, stopping
 from bridge.inference import models
 from bridge.inference.asking import BYTES_MAX, Ask, Scalar
 from bridge.inference.grpc_requests import read_message, write_message, write_parameters
 from bridge.inference.messages import SERVICE, ModelInferRequest, ModelStreamInferResponse, message
 from bridge.inference.parameters import read_wishes
 from bridge.inference.serving import Serving, begin
+from bridge.limits import rate_headers
 from bridge.observe import refused
 from infra import metrics, ports
 from schemas.errors import HeadraceError
@@ -163,7 +164,7 @@ def _answering(handler: Handler) -> Handler:
 async def _abort(context: Context, error: HeadraceError, call: Call | None = None) -> None:
     """Ends a call by the status of an error, with what else there is to tell of it: `call` if it had begun."""
     refused(error.reason.value)
-    told = [(REASON, error.reason.value), *(_told(call) if call else ())]
+    told = [(REASON, error.reason.value), *(_told(call) if call else ()), *rate_headers(rates_of(error)).items()]
     if error.retry_after_ms is not None:
         told.append((RETRY_AFTER, str(_seconds(error.retry_after_ms))))
     try:
@@ -383,7 +384,8 @@ class _Stream:
         """One request fails. `call` if it had begun."""
         response = ModelStreamInferResponse(error_message=error.message)
         response.infer_response.id = name
-        told: dict[str, Scalar] = {REASON: error.reason.value, **(_named(call) if call else {})}
+        beside = {**(_named(call) if call else {}), **rate_headers(rates_of(error))}
+        told: dict[str, Scalar] = {REASON: error.reason.value, **beside}
         if error.retry_after_ms is not None:
             told[RETRY_AFTER] = _seconds(error.retry_after_ms)
         write_parameters(response.infer_response, told)
@@ -416,7 +418,7 @@ def _told(call: Call) -> tuple[tuple[str, str], ...]:
 
 def _named(call: Call) -> dict[str, Scalar]:
     """What the parameters of a request's last message on a stream tell, which has no metadata of its own."""
-    return {REQUEST_ID: call.request_id, **({REPLAYED: True} if call.replayed else {})}
+    return {REQUEST_ID: call.request_id, **({REPLAYED: True} if call.replayed else {}), **rate_headers(call.rates)}
 
 
 def _headers(context: Context) -> dict[str, str]:

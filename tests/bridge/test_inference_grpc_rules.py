@@ -21,6 +21,7 @@ from tests.bridge.conftest import BATCH_ONLY, KEY, MODEL, RunningBridge
 from tests.bridge.responder import Seen
 from tests.bridge.tensors import FAILS, HANGS, identity
 from tests.bridge.test_inference_grpc import address, five, request
+from tests.bridge.test_limits import HEADERS, TOLD
 
 WAIT_S = 30
 IDENTITY = identity("INT8")
@@ -229,6 +230,26 @@ def test_a_refusal_has_the_code_of_its_reason(call: Call, reason: str) -> None:
 def test_a_failure_after_some_tokens_has_it_too(call: Call, reason: str) -> None:
     heard = call(script(tokens=["a", "b"], fail=reason, fail_after=1))
     assert (heard.code, heard.reason, heard.text) == (CODES[reason][1], reason, "broke")
+
+
+def limits(heard: Heard) -> dict[str, Any]:
+    return {name: value for name, value in heard.told.items() if name.startswith("x-ratelimit")}
+
+
+def test_an_answer_a_refusal_and_a_failure_tell_what_is_left_of_limits(call: Call) -> None:
+    refused = call(script(reject="rate_limited", retry_after_ms=7_660, rates=TOLD))
+    assert (refused.code, int(refused.told["retry-after"])) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 8)
+    failed = call(script(tokens=["a"], fail="engine_error", fail_after=0, rates=TOLD))
+    assert failed.code is grpc.StatusCode.INTERNAL
+    for heard in (refused, failed, call(script(tokens=["a", "b"], rates=TOLD))):
+        assert limits(heard) == HEADERS
+    for unlimited in (script(tokens=["a"]), script(reject="rate_limited")):
+        assert not limits(call(unlimited))
+
+
+def test_a_repeat_tells_nothing_of_limits_as_they_were(call: Call) -> None:
+    asked = under(script(rates=TOLD), new_key())
+    assert [limits(call(asked)) for _ in range(2)] == [HEADERS, {}]
 
 
 @pytest.mark.parametrize("reason", CODES)

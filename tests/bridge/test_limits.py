@@ -19,6 +19,14 @@ from tests.bridge.test_openai_chat import body, read_events, script
 from tests.bridge.test_websocket import calling
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+EMBED, CLASSIFY = "/v1/embeddings", "/v1/classifications"
+INFER, INFER_TEXT = "/v2/models/bridge-embed/infer", f"/v2/models/{MODEL}/infer"
+GENERATE, GENERATE_STREAM = f"/v2/models/{MODEL}/generate", f"/v2/models/{MODEL}/generate_stream"
+WAYS = [
+    *((path, stream) for path in (CHAT, TEXT) for stream in (False, True)),
+    *((path, False) for path in (EMBED, CLASSIFY, INFER, INFER_TEXT, GENERATE)),
+    (GENERATE_STREAM, True),
+]
 TOLD = {"requests": [60, 59, 900], "tokens": [1_000, 744, 7_660]}
 HEADERS = {
     "x-ratelimit-limit-requests": "60",
@@ -38,7 +46,15 @@ def told(response: httpx.Response) -> dict[str, str]:
 def asked(path: str, stream: bool, **directions: Any) -> dict[str, Any]:
     if path == CHAT:
         return body(stream, messages=script(**directions))
-    return {"model": MODEL, "prompt": json.dumps(directions), "stream": stream}
+    text = json.dumps(directions)
+    if path in (EMBED, CLASSIFY):
+        return {"model": "bridge-embed" if path == EMBED else "bridge-classify", "input": text}
+    if path in (INFER, INFER_TEXT):
+        name = "text" if path == INFER else "text_input"
+        return {"inputs": [{"name": name, "datatype": "BYTES", "shape": [1], "data": [text]}]}
+    if path in (GENERATE, GENERATE_STREAM):
+        return {"text_input": text, "stream": stream}
+    return {"model": MODEL, "prompt": text, "stream": stream}
 
 
 # --- merging ---------------------------------------------------------------------------------------------------------
@@ -63,8 +79,7 @@ def test_what_is_not_limited_is_not_told() -> None:
 # --- over HTTP -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize(("path", "stream"), WAYS)
 async def test_an_answer_tells_what_is_left(bridge: RunningBridge, path: str, stream: bool) -> None:
     async with bridge.client() as client:
         limited = await client.post(path, json=asked(path, stream, tokens=["a", "b"], rates=TOLD))
@@ -76,8 +91,7 @@ async def test_an_answer_tells_what_is_left(bridge: RunningBridge, path: str, st
     assert told(unlimited) == {}
 
 
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize(("path", "stream"), WAYS)
 async def test_a_refusal_tells_what_is_left_and_when_to_come_again(
     bridge: RunningBridge, path: str, stream: bool
 ) -> None:
@@ -87,7 +101,8 @@ async def test_a_refusal_tells_what_is_left_and_when_to_come_again(
     assert response.status_code == 429
     assert told(response) == HEADERS
     assert response.headers["retry-after"] == "8"
-    assert response.json()["error"]["code"] == "rate_limited"
+    error = response.json()["error"]
+    assert error == "no" if path.startswith("/v2") else error["code"] == "rate_limited"
 
 
 async def test_the_official_client_finds_them(bridge: RunningBridge) -> None:
@@ -161,7 +176,7 @@ async def test_a_page_of_another_origin_may_read_them(bridge: RunningBridge) -> 
 
 
 def test_the_document_names_the_headers() -> None:
-    for path in (CHAT, TEXT):
+    for path in (CHAT, TEXT, EMBED, CLASSIFY):
         responses = document()["paths"][path]["post"]["responses"]
         for status in ("200", "429"):
             assert set(RATE_HEADERS) <= set(responses[status]["headers"])
