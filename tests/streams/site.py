@@ -28,6 +28,7 @@ from schemas.errors import Undecodable
 from schemas.events import (
     ApiKey,
     Event,
+    InferenceRejected,
     InferenceRequested,
     ModelPromoted,
     ModelVersionRegistered,
@@ -54,6 +55,8 @@ from schemas.topics import (
 ROOT = Path(__file__).parents[2]
 SECRET = "a secret for tests, long enough for it"
 WAIT_S = 40.0
+EARLY_MS, LATE_MS = 5, 1_000
+"""Who waits hears this close to its deadline."""
 CONTEXT = 200
 LAST_CHARS = 2_000
 SLOTS = 1_000
@@ -210,6 +213,13 @@ class Site:
 
     def record_of(self, topic: str, event: object) -> ConsumerRecord:
         return next(record for record, found in self.seen[topic] if found is event)
+
+    def heard_in_time(self, refusal: InferenceRejected, timeout_ms: int) -> None:
+        """The broker took the refusal soon after the deadline of its request, and not before it."""
+        told_ms = self.record_of(TOKENS, refusal).timestamp
+        assert refusal.reason == "deadline_exceeded", refusal
+        late_ms = told_ms - refusal.requested_ms - timeout_ms
+        assert -EARLY_MS <= late_ms < LATE_MS, late_ms
 
 
 @contextlib.asynccontextmanager

@@ -102,7 +102,7 @@ async def test_what_is_parked_is_let_in_in_its_order_read_from_wherever_it_is(ba
     assert (await narrow.of(TOKENS, InferenceFailed, unwanted)).reason == "cancelled"
     assert (await narrow.of(LIFECYCLE, InferenceRejected, unwanted)).reason == "cancelled"
     late = await narrow.ask(timeout_ms=SHORT_MS)
-    assert (await narrow.of(TOKENS, InferenceRejected, late)).reason == "deadline_exceeded"
+    narrow.heard_in_time(await narrow.of(TOKENS, InferenceRejected, late), SHORT_MS)
     for rid in [*ahead, *behind, *large]:
         await begin(narrow, rid)
     await parked(batch, 0)
