@@ -1,6 +1,7 @@
 """How many requests one admission process lets in, and how long each takes there, with everything on.
 
-Requests of many tenants with quotas are written straight to `requests.interactive`, as direct producers do. No worker takes what is let in.
+Requests of many tenants with quotas are written straight to `requests.interactive`, as direct producers do. No worker takes what is let in, but
+reports of a few are written every second (`bench.reports`), which place each request and tell how long it would wait.
 `requests_per_s_per_core` is what was let in over the process's own CPU time, so that whoever else needs the machine's cores doesn't
 count; latency is between the broker's stamps of the request and of its work. The peer is a process that copies records and decides
 nothing (`bench.relay`): what Kafka's client costs by itself. A second process then takes half of the partitions: what a request costs of
@@ -22,6 +23,7 @@ from aiokafka import AIOKafkaConsumer, TopicPartition
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.load import percentile
+from bench.reports import reported
 from bench.rows import Row, conditions, quantile_rows, row, show
 from bench.stack import private_stack
 from cli.context import console
@@ -50,7 +52,7 @@ TENANTS = 20
 STEPS = "headrace_admission_seconds"
 CACHE = CacheEntry(ttl_s=600)
 SLOTS = 8_192
-"""So many that no tenant waits for its turn, though no worker begins anything."""
+"""So many, of each worker that is reported, that no tenant waits for its turn and nothing is refused, though no worker begins anything."""
 QUOTA = Quota(INTERACTIVE, "", "", 100_000_000, 1_000_000_000, 100_000_000, 10_000_000_000)
 PROMPT = (
     "The headrace leads water from the weir to the turbine, and what isn't needed runs over the weir. Where does it go? "
@@ -86,10 +88,11 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
             load = Load(stack, producer, await _grants(stack.kafka, env["HEADRACE_GRANT_SECRET"]), share)
             for name in ("endings", "lifecycle", "bridge", "admission-batch"):
                 await stack.supervisor.stop(name)
-            ours = await load.measure((ADMISSION,), requests_topic(INTERACTIVE), WORK)
-            steps = await _steps_us(f"http://127.0.0.1:{stack.ops_ports[ADMISSION]}/metrics")
-            await stack.supervisor.start(stack.admission_spec(SECOND, INTERACTIVE))
-            shared = await load.at_max((ADMISSION, SECOND), WORK)
+            async with reported(stack.kafka, producer, (MODEL, VERSION, INTERACTIVE), SLOTS):
+                ours = await load.measure((ADMISSION,), requests_topic(INTERACTIVE), WORK)
+                steps = await _steps_us(f"http://127.0.0.1:{stack.ops_ports[ADMISSION]}/metrics")
+                await stack.supervisor.start(stack.admission_spec(SECOND, INTERACTIVE))
+                shared = await load.at_max((ADMISSION, SECOND), WORK)
             for name in (ADMISSION, SECOND):
                 await stack.supervisor.stop(name)
             await ensure(stack.kafka, [TopicSpec(COPIES, 8, "tenant", HOUR_MS)])

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from bench.admission import PEER, QUOTA, TENANTS, Found, Load, _grants, _rows, _steps_us
+from bench.reports import COUNT, reported
 from cli.registry import read_tenants
+from decisions.placement import place
+from decisions.waiting import outlook
 from infra import metrics
+from infra.directory import WorkerDirectory
 from infra.grants import read
 from infra.log import EventProducer
 from infra.ports import free_port
@@ -19,7 +23,9 @@ from infra.supervisor import ChildSpec, Supervisor
 from infra.telemetry import OpsServer
 from infra.topics import ensure
 from schemas.errors import HeadraceError
-from schemas.topics import HOUR_MS, TopicSpec
+from schemas.topics import HOUR_MS, INTERACTIVE, TopicSpec, work_topic
+
+WAIT_S = 20.0
 
 
 def test_a_core_and_both_ends_of_the_latency_have_a_row() -> None:
@@ -67,6 +73,37 @@ async def test_what_a_process_carries_is_measured_between_its_topics(kafka: Kafk
     assert found.per_core > 0
     assert len(found.waits_ms) == 750 * 10 // 10
     assert min(found.waits_ms) >= 0
+
+
+@pytest.mark.kafka
+async def test_placement_and_the_early_refusal_have_reports_to_read(
+    kafka: KafkaSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each partition has a worker, what is written there is soon told to be finished, and none is left afterwards."""
+    monkeypatch.setattr("bench.reports.EVERY_S", 0.1)
+    served, partitions = (f"bench-{secrets.token_hex(4)}", "1", INTERACTIVE), 5
+    topic = work_topic(*served)
+    await ensure(kafka, [TopicSpec(topic, partitions, "tenant", HOUR_MS)])
+    producer, directory = EventProducer(kafka, "bench"), WorkerDirectory(kafka)
+    await producer.start()
+    await directory.start()
+
+    def committed() -> dict[int, int]:
+        workers = directory.serving(*served[:2])
+        return {held.partition: held.committed for worker in workers for held in worker.report.partitions}
+
+    async with reported(kafka, producer, served, slots=8):
+        await (await producer.send_raw(topic, b"work", b"tenant", 3))
+        assert await directory.until(lambda: committed() == {0: 0, 1: 0, 2: 0, 3: 1, 4: 0}, WAIT_S)
+        workers = directory.serving(*served[:2])
+        now_ms = max(worker.seen_ms for worker in workers)
+        assert place("request", topic, partitions, workers, {}, now_ms).detail.startswith("worker reported-")
+        seen = outlook(topic, workers, {(topic, number): 100 for number in range(partitions)}, now_ms, None)
+        assert seen.ready == COUNT
+        assert seen.wait_ms, "it is predicted"
+    assert await directory.until(lambda: not directory.serving(*served[:2]), WAIT_S)
+    await directory.stop()
+    await producer.stop()
 
 
 @pytest.mark.kafka
