@@ -19,9 +19,9 @@ A = Attempt(1, 1)
 
 
 async def admit(
-    site: Site, after_ms: int = 300, *, limit_ms: int | None = 60_000, reply: Reply | None = None
+    site: Site, after_ms: int = 300, *, limit_ms: int | None = 60_000, reply: Reply | None = None, ago_ms: int = 0
 ) -> InferenceAdmitted:
-    """A request that is let in, and must have begun so much later."""
+    """A request of so long ago that is let in, and must have begun so much later than now."""
     event = InferenceAdmitted(
         new_id(),
         site.tenant,
@@ -35,7 +35,7 @@ async def admit(
         3,
         7,
         10,
-        now_ms(),
+        now_ms() - ago_ms,
         now_ms() + after_ms,
         Position("requests.interactive", 0, 0),
         time_limit_ms=limit_ms,

@@ -25,13 +25,17 @@ from schemas.events import (
     TenantChanged,
 )
 from schemas.topics import LIFECYCLE, TENANTS, TOKENS, ledger_topic
-from tests.streams.lives import complete
+from tests.streams.lives import admit, complete
 from tests.streams.site import WAIT_S, Agent, Site, new_id, now_ms
 
 SAVED_WAIT_S = 20.0
+READ_S = 0.5
+"""Within that admission surely has a record."""
 ROOM_S_MAX = 20.0
 PROMPT, ANSWER = "hello", 20
 COST = len(PROMPT) + ANSWER
+MINUTE_MS, LEFT_MS, ROUNDED_MS = 60_000, 5_000, 1_500
+"""`ROUNDED_MS`: ledgers count by the second."""
 
 
 @pytest.fixture
@@ -110,6 +114,31 @@ async def test_a_refusal_says_when_to_come_again_and_what_is_left(site: Site, ad
     work = await site.of(site.work, InferenceScheduled, first.request_id)
     assert work.rates is not None and work.rates.tokens is not None
     assert work.rates.tokens.remaining == COST
+
+
+async def test_who_comes_again_when_it_was_told_to_is_let_in_and_who_comes_before_is_told_the_same_moment(
+    site: Site, admission: Agent
+) -> None:
+    """A request of nearly a minute ago is the first to be out of the minute."""
+    await limit(site, Quota("interactive", requests_per_minute=1_000))
+    ago = await admit(site, ago_ms=MINUTE_MS - LEFT_MS)
+    await complete(site, ago.request_id)
+    await asyncio.sleep(READ_S)
+    let_in_here = 0
+    async with asyncio.timeout(WAIT_S):
+        told = 0
+        while told <= let_in_here:
+            work = await site.of(site.work, InferenceScheduled, (await let_in(site)).request_id)
+            assert work.rates is not None and work.rates.requests is not None
+            let_in_here, told = let_in_here + 1, 1_000 - work.rates.requests.remaining
+    await limit(site, Quota("interactive", requests_per_minute=let_in_here + 1))
+    for share in (0.5, 1.0):
+        refusal = await refused(site)
+        assert refusal.retry_after_ms is not None
+        left_ms = ago.requested_ms + MINUTE_MS - refusal.requested_ms
+        assert left_ms <= refusal.retry_after_ms <= left_ms + ROUNDED_MS
+        await asyncio.sleep(refusal.retry_after_ms * share / 1_000)
+    await let_in(site)
 
 
 async def test_an_ending_makes_room(site: Site, admission: Agent) -> None:
