@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 
+from decisions.placement import READY
 from infra.kafka import make_consumer, partitions_of
 from infra.log import EventProducer
 from infra.settings import KafkaSettings
@@ -68,7 +69,7 @@ class _Reports:
                 name,
                 self._model,
                 self._version,
-                "ready",
+                READY,
                 tuple(held[number::COUNT]),
                 self._slots,
                 running=0,

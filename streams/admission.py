@@ -267,14 +267,16 @@ class Admission:
         """Nobody watches a batch request: a new one isn't fetched before its turn is near. Raises Parked, or Unread; False if its partition is gone."""
         source, tenant, name = asked.source, asked.grant.tenant, reference.request_id
         accounts = await self._ledgers.of(source.partition)
-        found = None if accounts is None else await self._repeats.standing(asked, accounts)
-        if accounts is None or found is None:
+        if accounts is None:
             return False
-        if accounts.standing(tenant, name, source.offset)[0] is Standing.NEW:
-            size = max(0, min(reference.size_bytes, REQUEST_MAX_BYTES))
-            decided_now = self._deciding.held(_id_name(tenant, name))
-            first = found[1] is None and not decided_now and self._turnstile.holds(tenant, name) is None
-            self._turnstile.park_unread(asked, size, roomy=self._roomy(source.partition), first=first)
+        if accounts.standing(tenant, name, source.offset)[0] is not Standing.NEW:
+            return True
+        if (found := await self._repeats.standing(asked, accounts)) is None:
+            return False
+        size = max(0, min(reference.size_bytes, REQUEST_MAX_BYTES))
+        decided_now = self._deciding.held(_id_name(tenant, name))
+        first = found[1] is None and not decided_now and self._turnstile.holds(tenant, name) is None
+        self._turnstile.park_unread(asked, size, roomy=self._roomy(source.partition), first=first)
         return True
 
     def _roomy(self, partition: int) -> bool:
