@@ -47,7 +47,7 @@ JOBS = 200
 CALLS = 20
 LATE_S = 3.0
 """So long after its deadline a request is told of it, at most, on a busy machine; what keeps the instance takes ten times as long."""
-FREED_S = 2.0
+FREED_S = 10.0
 """So long after its caller left or cancelled it a request may have what it ran on."""
 RUNNING, BEING_TOLD = 1, 1
 """Of its jobs, at most, when a call comes to the worker: it has one instance, and batches of one."""
