@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,19 @@ class Story:
     text: str = ""
     attempts: set[tuple[int, int]] = field(default_factory=set)
     runs: set[tuple[int, int]] = field(default_factory=set)
+
+    @property
+    def stands(self) -> str:
+        """How far it came."""
+        if self.endings:
+            return " ".join(filter(None, self.endings[0][:2]))
+        if self.runs:
+            return f"begun {len(self.runs)} times, {sum(self.stream.accepted)} tokens"
+        if self.attempts:
+            return "taken over"
+        if self.admitted is not None:
+            return "admitted"
+        return "asked"
 
     @property
     def script(self) -> str:
@@ -108,6 +121,10 @@ class Audit:
             if request_id := getattr(item.event, "request_id", None):
                 found[request_id].tell(item)
         return dict(found)
+
+    def standing(self) -> dict[str, int]:
+        """How many requests stand where, for whoever reads why a test failed."""
+        return dict(Counter(story.stands for story in self.stories().values()))
 
     def settled(self, *, scripted: bool = True) -> dict[str, Story]:
         """The admitted requests, once each has an ending: exactly one, the stream's own; a completed one has its script's text."""

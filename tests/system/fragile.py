@@ -30,6 +30,8 @@ POISON_ATTEMPTS = 1_000
 RUNS_AGAIN_S = RESTART_MAX_S + 15.0
 """What is killed again and again is started again after `RESTART_MAX_S` at last."""
 OPS_WAIT_S = 2.0
+LINES, LINE_CHARS = 12, 300
+"""Of a log, where a test failed."""
 
 _SESSIONS = {
     f"HEADRACE_{process}_SESSION_TIMEOUT_MS": str(SESSION_MS)
@@ -100,6 +102,16 @@ class Fragile:
     def until_says(self, name: str, what: str, status: int, wait_s: float) -> None:
         """Returns once a process answers with this status."""
         self.stack.until(lambda: self.says(name, what) == status, wait_s)
+
+    def tell(self) -> str:
+        """What each process says of itself, and said last, for whoever reads why a test failed."""
+        told = []
+        for name in self.stack.ops_ports:
+            with suppress(httpx.HTTPError):
+                told.append(f"{name}: {self.health(name, 'readyz')}")
+            log = self.stack.data_dir / "logs" / f"{name}.log"
+            told += [f"    {line[:LINE_CHARS]}" for line in log.read_text(errors="replace").splitlines()[-LINES:]]
+        return "\n".join(told)
 
     def do(self, step: Step) -> None:
         """Does one step of a plan, or begins what takes time. A process that is being started again is waited for."""

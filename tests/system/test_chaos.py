@@ -55,7 +55,8 @@ def test_every_answer_is_whole_whatever_is_killed(fragile: Fragile) -> None:
     connections = sum(one.connections for one in callers.streams)
     log.info("%d streams over %d connections; refused: %s", len(callers.streams), connections, dict(callers.refused))
 
-    assert not [(one.request_id, one.fault) for one in callers.streams if one.fault]
+    faults = [(one.request_id, one.fault) for one in callers.streams if one.fault]
+    assert not faults, f"{len(faults)} of {len(callers.streams)}: {faults[0]}\n{audit.standing()}\n{fragile.tell()}"
     # In half a minute on a busy machine it may be that nothing was cut, or changed hands: that proves less, and isn't wrong.
     assert not MINUTES or any(one.connections > 1 for one in callers.streams)
     fragile.await_ready()
