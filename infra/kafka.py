@@ -29,6 +29,7 @@ from infra.foreign_names import pass_over_foreign_names
 from infra.gathering import Gathering
 from infra.pacing import close_at_once, pace_failed_updates
 from infra.settings import KafkaSettings, SettingsError
+from infra.sharing import share_forgotten_topics
 from schemas.topics import RECORD_MAX_BYTES
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024  # a partition's share of one fetch
@@ -53,6 +54,7 @@ _REFUSED = (AuthenticationFailedError, SaslAuthenticationFailed, UnsupportedSasl
 pass_over_foreign_names()
 pace_failed_updates()
 close_at_once()
+share_forgotten_topics()
 
 
 def connection(settings: KafkaSettings) -> dict[str, Any]:

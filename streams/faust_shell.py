@@ -23,7 +23,7 @@ from aiokafka import ConsumerRecord
 from faust.auth import SASLCredentials, SSLCredentials
 from faust.types import TP
 
-from infra.kafka import tls_context
+from infra.kafka import METADATA_AGE_MS, tls_context
 from infra.settings import AdmissionSettings, KafkaSettings
 from schemas.errors import HeadraceError
 from schemas.quick import quick
@@ -298,6 +298,7 @@ class FaustShell:
             broker_request_timeout=REQUEST_TIMEOUT_S,
             broker_max_poll_records=POLLED_RECORDS_MAX,
             consumer_auto_offset_reset="earliest",
+            consumer_metadata_max_age_ms=METADATA_AGE_MS,
             stream_buffer_maxsize=BUFFERED_RECORDS_MAX,
             stream_wait_empty=False,
             topic_allow_declare=False,

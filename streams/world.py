@@ -26,6 +26,8 @@ KNOWN_S = 30.0
 """How long a topic's partition count is believed."""
 MISSING_S = 1.0
 """How long a topic is believed not to exist."""
+FORGOTTEN_S = 10.0
+"""A broker that has just started doesn't know all topics yet: so long one that was there is believed to be."""
 TOPICS_MAX = 10_000
 NEWCOMER_WAIT_S = 2.0
 MODEL_WAIT_S = 0.5
@@ -41,6 +43,7 @@ class PartitionCounts:
         self._settings = settings
         self._admin: AIOKafkaAdminClient | None = None
         self._known: dict[str, tuple[int | None, float]] = {}
+        self._missed_s: dict[str, float] = {}
         self._lock = asyncio.Lock()
 
     async def start(self) -> None:
@@ -67,10 +70,22 @@ class PartitionCounts:
         async with self._lock:
             if self._fresh(topic):
                 return
-            count = await self._ask(topic)
+            found = await self._ask(topic)
+            count = found if found is not None else self._remembered(topic)
+            if found is not None:
+                self._missed_s.pop(topic, None)
             if len(self._known) >= TOPICS_MAX:
                 self._known.clear()
-            self._known[topic] = count, time.monotonic() + (MISSING_S if count is None else KNOWN_S)
+                self._missed_s.clear()
+            self._known[topic] = count, time.monotonic() + (MISSING_S if found is None else KNOWN_S)
+
+    def _remembered(self, topic: str) -> int | None:
+        """The count of a topic that is missed, if it was there not long ago."""
+        known = self.known(topic)
+        if known is None or time.monotonic() - self._missed_s.setdefault(topic, time.monotonic()) < FORGOTTEN_S:
+            return known
+        del self._missed_s[topic]
+        return None
 
     def _fresh(self, topic: str) -> bool:
         entry = self._known.get(topic)
