@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ from schemas.topics import REQUEST_MAX_BYTES
 
 if TYPE_CHECKING:
     import httpx
+    from rich.table import Table
 
 FILE_BYTES_MAX = REQUEST_MAX_BYTES * 3 // 4 - 4_096
 """The largest file that fits a request as base64."""
@@ -55,20 +58,20 @@ def classify(
     key: str | None,
     as_json: bool,
 ) -> None:
-    """Classify FILES (- is standard input), or texts, by MODEL."""
+    """Classify FILES (- is standard input), or texts, by MODEL. A file that can't be asked is told of, and the others are classified."""
     if not files and not texts:
         raise click.UsageError("give files, or --text")
-    shown = table("input", "class", ">score", "then")
-    with front_door(url, key) as client:
-        for items in _calls([*(Item(text, text, len(text)) for text in texts), *map(item_of, files)]):
+    shown, refused = table("input", "class", ">score", "then"), Refused()
+    with front_door(url, key) as client, _shown_at_last(shown):
+        for items in _calls(chain((Item(text, text, len(text)) for text in texts), _items(files, refused))):
             for item, found in zip(items, classified(client, model, items, top_k), strict=True):
                 if as_json:
                     print_json({"input": item.name, **{name: found[name] for name in ("label", "score", "classes")}})
                     continue
                 then = ", ".join(f"{other['label']} {_score(other['score'])}" for other in found["classes"][1:])
                 shown.add_row(_short(item.name), found["label"], _score(found["score"]), then)
-    if not as_json:
-        console().print(shown)
+    if refused.count:
+        raise SystemExit(1)
 
 
 def classified(client: httpx.Client, model: str, items: Sequence[Item], top_k: int) -> list[dict[str, Any]]:
@@ -78,7 +81,34 @@ def classified(client: httpx.Client, model: str, items: Sequence[Item], top_k: i
     return data
 
 
-def _calls(items: Sequence[Item]) -> Iterator[list[Item]]:
+@dataclass
+class Refused:
+    """How many files couldn't be asked."""
+
+    count: int = 0
+
+
+@contextmanager
+def _shown_at_last(shown: Table) -> Iterator[None]:
+    """What was found is printed, also if a later call fails."""
+    try:
+        yield
+    finally:
+        if shown.row_count:
+            console().print(shown)
+
+
+def _items(files: Iterable[Path], refused: Refused) -> Iterator[Item]:
+    """Each file when its turn comes, so that no more are in memory than one call has."""
+    for path in files:
+        try:
+            yield item_of(path)
+        except (HeadraceError, OSError) as error:
+            refused.count += 1
+            click.echo(error.message if isinstance(error, HeadraceError) else f"{path}: {error.strerror}", err=True)
+
+
+def _calls(items: Iterable[Item]) -> Iterator[list[Item]]:
     call: list[Item] = []
     size = 0
     for item in items:
@@ -92,11 +122,16 @@ def _calls(items: Sequence[Item]) -> Iterator[list[Item]]:
 
 
 def item_of(path: Path) -> Item:
-    """A file as the front door takes it; `-` is standard input. Raises HeadraceError (payload_too_large)."""
-    content = click.get_binary_stream("stdin").read() if str(path) == "-" else path.read_bytes()
+    """A file as the front door takes it; `-` is standard input. Raises HeadraceError (payload_too_large), and OSError."""
+    if str(path) == "-":
+        content = click.get_binary_stream("stdin").read(FILE_BYTES_MAX + 1)
+    else:
+        with path.open("rb") as file:
+            content = file.read(FILE_BYTES_MAX + 1)
     if len(content) > FILE_BYTES_MAX:
-        text = f"{path} has {len(content)} bytes; at most {FILE_BYTES_MAX} fit a request"
-        raise HeadraceError(Reason.PAYLOAD_TOO_LARGE, text)
+        raise HeadraceError(
+            Reason.PAYLOAD_TOO_LARGE, f"{path} is too large: at most {FILE_BYTES_MAX} bytes fit a request"
+        )
     return Item(str(path), {"base64": base64.b64encode(content).decode()}, len(content))
 
 

@@ -176,7 +176,10 @@ def _infer(parameters: list[Any]) -> dict[str, Any]:
 def _generate(summary: str, parameters: list[Any], answer: dict[str, Any]) -> dict[str, Any]:
     return {
         "summary": summary,
-        "description": "Triton's generate extension. Parameters are those of `/v1/completions`, and what `infer` takes.",
+        "description": (
+            "Triton's generate extension. Parameters are those of `/v1/completions`, and what `infer` takes; lists and objects go into "
+            "`sampling_parameters`, a string that is a JSON object."
+        ),
         "parameters": [*parameters, _timeout()],
         "requestBody": _body(_ref("GenerateRequest")),
         "responses": {"200": answer, **_errors(*_STATUSES)},

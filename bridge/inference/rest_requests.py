@@ -7,6 +7,7 @@ input how much of what follows is its own, in the order of the inputs. Nothing m
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,13 +62,20 @@ def read_json(raw: bytes) -> dict[str, Any]:
         if b"NaN" not in raw and b"Infinity" not in raw:
             raise
         try:
-            found = json.loads(raw.decode(), parse_constant=str)
+            found = json.loads(raw.decode(), parse_constant=str, parse_float=_finite)
             orjson.dumps(found)  # whatever isn't text
         except (ValueError, TypeError, RecursionError):
             raise error from None
         if not isinstance(found, dict):
             raise
         return found
+
+
+def _finite(text: str) -> float:
+    """A number as it is written. Raises ValueError for one that no double holds: that isn't how infinity is told."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is out of range")
+    return number
 
 
 def read_id(value: Any) -> str:

@@ -6,7 +6,7 @@ Fields beside `text_input` are parameters too. Events have no ids: a stream that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from bridge.answer_headers import answer_headers
 from bridge.inference.asking import Answer, Ask, Scalar
 from bridge.inference.elements import invalid
-from bridge.inference.models import EXCLUDE_INPUT, STREAM, TEXT_INPUT, TEXT_OUTPUT
+from bridge.inference.models import EXCLUDE_INPUT, SAMPLING_PARAMETERS, STREAM, TEXT_INPUT, TEXT_OUTPUT
 from bridge.inference.rest_requests import read_id, read_json, scalars
 from bridge.inference.serving import Serving
 from bridge.servers import abort
@@ -34,12 +34,26 @@ def read_generate(raw: bytes, request: Request, *, stream: bool = False) -> Ask:
     if not isinstance(prompt, str):
         raise invalid(f"{TEXT_INPUT} must be a string", TEXT_INPUT)
     name = read_id(body.pop("id", None))
-    nested = scalars(body.pop("parameters", None), "parameters")
-    parameters: dict[str, Scalar] = {**nested, **scalars(body, "body")}
-    parameters[STREAM] = stream
+    nested = body.pop("parameters", None)
+    parameters: dict[str, Scalar] = {**_scalars(nested, "parameters"), **_scalars(body, "body")}
+    if parameters.setdefault(STREAM, stream) is not stream:
+        raise invalid(
+            f"{STREAM} must be {str(stream).lower()} here; {'generate' if stream else 'generate_stream'} is for the other",
+            STREAM,
+        )
     parameters.setdefault(EXCLUDE_INPUT, True)
     path = request.path_params
     return Ask(path["model"], path.get("version", ""), name, parameters, (texts(TEXT_INPUT, [prompt]),))
+
+
+def _scalars(value: Any, where: str) -> Mapping[str, Scalar]:
+    """As `scalars`; what is a list or an object has another place."""
+    if isinstance(value, dict):
+        for name, held in value.items():
+            if isinstance(held, list | dict):
+                text = f"{where}.{name} is no string, number or boolean: put it into {SAMPLING_PARAMETERS}, a string that is a JSON object"
+                raise invalid(text, f"{where}.{name}")
+    return scalars(value, where)
 
 
 def _object(answer: Answer) -> dict[str, Any]:

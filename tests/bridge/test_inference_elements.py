@@ -88,6 +88,13 @@ def test_what_json_cannot_say_is_a_word(datatype: str) -> None:
         )
 
 
+@pytest.mark.parametrize("beside", [b'"NaN"', b"NaN", b"1"])
+def test_a_number_that_no_double_holds_is_not_infinity(beside: bytes) -> None:
+    for number in (b"1e400", b"-1e400"):
+        with pytest.raises(HeadraceError):
+            read_json(b'{"data":[' + number + b"," + beside + b"]}")
+
+
 @pytest.mark.parametrize(
     ("datatype", "value"),
     [

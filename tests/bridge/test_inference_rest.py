@@ -427,6 +427,23 @@ def test_generate(http: httpx.Client) -> None:
     assert (refused.status_code, "no input `text_input`" in refused.json()["error"]) == (400, True)
 
 
+@pytest.mark.parametrize(
+    ("path", "extra", "told"),
+    [
+        ("generate", {"stop": ["x"]}, "body.stop is no string, number or boolean: put it into sampling_parameters"),
+        ("generate", {"parameters": {"logit_bias": {}}}, "parameters.logit_bias is no string"),
+        ("generate", {"stream": True}, "stream must be false here; generate_stream is for the other"),
+        ("generate_stream", {"parameters": {"stream": False}}, "stream must be true here; generate is for the other"),
+    ],
+)
+def test_what_generate_takes_elsewhere_is_named(
+    http: httpx.Client, path: str, extra: dict[str, Any], told: str
+) -> None:
+    answer = http.post(f"/v2/models/{MODEL}/{path}", json={"text_input": "a", **extra})
+    assert answer.status_code == 400
+    assert told in answer.json()["error"]
+
+
 def test_generate_stream(http: httpx.Client) -> None:
     script = json.dumps({"tokens": ["a", "b", "c"], "gap_ms": 30})
     with http.stream("POST", f"/v2/models/{MODEL}/generate_stream", json={"text_input": script}) as answer:

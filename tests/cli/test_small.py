@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cli.front_door
+import cli.small
 from cli.main import cli as headrace
-from cli.small import CALL_ITEMS_MAX, likeness
+from cli.small import CALL_ITEMS_MAX, FILE_BYTES_MAX, Item, item_of, likeness
 from schemas.errors import HeadraceError
 
 CLASSES = [{"label": "python", "score": 0.9}, {"label": "text", "score": 0.05}]
@@ -67,6 +68,35 @@ def test_many_files_are_several_calls(asked: list[Any]) -> None:
     texts = [option for number in range(CALL_ITEMS_MAX + 1) for option in ("--text", str(number))]
     assert run("classify", "m", *texts).exit_code == 0
     assert [len(body["input"]) for body in asked] == [CALL_ITEMS_MAX, 1]
+
+
+def test_a_file_that_does_not_fit_leaves_the_others_alone(asked: list[Any], tmp_path: Path) -> None:
+    large, small = tmp_path / "large", tmp_path / "small"
+    with large.open("wb") as file:
+        file.truncate(1 << 40)
+    small.write_bytes(b"x")
+    found = run("classify", "m", str(large), str(small), "--json")
+    assert found.exit_code == 1
+    assert f"{large} is too large: at most {FILE_BYTES_MAX} bytes" in found.stderr
+    assert [json.loads(line)["input"] for line in found.stdout.splitlines()] == [str(small)]
+
+
+def test_files_are_read_when_their_call_is_made(
+    asked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / str(number) for number in range(CALL_ITEMS_MAX * 3)]
+    for file in files:
+        file.write_bytes(b"x")
+    read: list[int] = []
+
+    def item(path: Path) -> Item:
+        read.append(len(asked))
+        return item_of(path)
+
+    monkeypatch.setattr(cli.small, "item_of", item)
+    assert run("classify", "m", *map(str, files)).exit_code == 0
+    assert read == sorted(read)
+    assert read.count(0) <= CALL_ITEMS_MAX + 1
 
 
 def test_embeddings_and_how_alike_they_are(asked: list[Any]) -> None:
