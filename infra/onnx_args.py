@@ -65,7 +65,13 @@ def parse_args(given: Mapping[str, Any], processor: str = "") -> OnnxArgs:
     values = {key: _KEYS[key](key, value) for key, value in given.items()}
     if processor == BYTES_CLASSIFICATION:
         values.setdefault("max_batch_size", 1)
-    return OnnxArgs(**values)
+    args = OnnxArgs(**values)
+    if (largest := max(args.preferred_batch_sizes, default=0)) > args.max_batch_size:
+        raise _refuse(
+            "preferred_batch_sizes",
+            f"has {largest}, and max_batch_size is {args.max_batch_size}: no batch has so many rows",
+        )
+    return args
 
 
 def _refuse(key: str, problem: str) -> HeadraceError:

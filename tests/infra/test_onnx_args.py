@@ -41,6 +41,16 @@ def test_what_is_given_is_taken() -> None:
         ({"max_run_ms": None}, "", "max_run_ms must be a number"),
         ({"preferred_batch_sizes": 4}, "", "preferred_batch_sizes must be a list"),
         ({"preferred_batch_sizes": [0]}, "", "preferred_batch_sizes must be a whole number from 1"),
+        (
+            {"preferred_batch_sizes": [2, 8], "max_batch_size": 4},
+            "",
+            "preferred_batch_sizes has 8, and max_batch_size is 4",
+        ),
+        (
+            {"preferred_batch_sizes": [8]},
+            "bytes-classification",
+            "preferred_batch_sizes has 8, and max_batch_size is 1",
+        ),
         ({"instances": "2"}, "", "instances must be a whole number"),
         ({"buckets": [8]}, "", "buckets is only for the processor text-embedding or text-classification"),
         ({"pooling": "cls"}, "text-classification", "pooling is only for the processor text-embedding"),

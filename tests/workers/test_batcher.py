@@ -43,7 +43,7 @@ ARGS = st.fixed_dictionaries(
         "preferred_batch_sizes": st.lists(st.integers(1, 5), max_size=2),
         "instances": st.integers(1, 2),
     }
-)
+).filter(lambda args: all(size <= args["max_batch_size"] for size in args["preferred_batch_sizes"]))
 
 
 @settings(max_examples=25)
