@@ -61,7 +61,8 @@ def classify(
     """Classify FILES (- is standard input), or texts, by MODEL. A file that can't be asked is told of, and the others are classified."""
     if not files and not texts:
         raise click.UsageError("give files, or --text")
-    shown, refused = table("input", "class", ">score", "then"), Refused()
+    shown = table("input", "class", ">score", "then")
+    refused: list[Path] = []
     with front_door(url, key) as client, _shown_at_last(shown):
         for items in _calls(chain((Item(text, text, len(text)) for text in texts), _items(files, refused))):
             for item, found in zip(items, classified(client, model, items, top_k), strict=True):
@@ -70,7 +71,7 @@ def classify(
                     continue
                 then = ", ".join(f"{other['label']} {_score(other['score'])}" for other in found["classes"][1:])
                 shown.add_row(_short(item.name), found["label"], _score(found["score"]), then)
-    if refused.count:
+    if refused:
         raise SystemExit(1)
 
 
@@ -79,13 +80,6 @@ def classified(client: httpx.Client, model: str, items: Sequence[Item], top_k: i
     body = {"model": model, "input": [item.content for item in items], "top_k": top_k}
     data: list[dict[str, Any]] = post(client, "/v1/classifications", body)["data"]
     return data
-
-
-@dataclass
-class Refused:
-    """How many files couldn't be asked."""
-
-    count: int = 0
 
 
 @contextmanager
@@ -98,13 +92,13 @@ def _shown_at_last(shown: Table) -> Iterator[None]:
             console().print(shown)
 
 
-def _items(files: Iterable[Path], refused: Refused) -> Iterator[Item]:
+def _items(files: Iterable[Path], refused: list[Path]) -> Iterator[Item]:
     """Each file when its turn comes, so that no more are in memory than one call has."""
     for path in files:
         try:
             yield item_of(path)
         except (HeadraceError, OSError) as error:
-            refused.count += 1
+            refused.append(path)
             click.echo(error.message if isinstance(error, HeadraceError) else f"{path}: {error.strerror}", err=True)
 
 

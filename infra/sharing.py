@@ -53,8 +53,9 @@ def _missing(coordinator: Any) -> list[str]:
 
 async def _look(coordinator: Any, generation: int) -> None:
     """Asks again until each topic is there or the group has been shared anew. aiokafka hears of every answer."""
-    while coordinator.generation == generation and not coordinator._closing.done():  # noqa: SLF001
+    while True:
         await asyncio.sleep(FORGOTTEN_LOOK_S)
-        if not _missing(coordinator):
+        over = coordinator.generation != generation or coordinator._closing.done()  # noqa: SLF001  # who closes answers nobody
+        if over or not _missing(coordinator):
             return
         await coordinator._client.force_metadata_update()  # noqa: SLF001

@@ -87,15 +87,15 @@ def read_id(value: Any) -> str:
     return value
 
 
-def scalars(value: Any, where: str) -> Parameters:
-    """Parameters: an object of strings, numbers and booleans, or nothing; what is null isn't given."""
+def scalars(value: Any, where: str, refusal: str = "must be a string, a number or a boolean") -> Parameters:
+    """Parameters: an object of strings, numbers and booleans, or nothing; what is null isn't given. `refusal` is said of any other."""
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise invalid(f"{where} must be an object", where)
     for name, held in value.items():
         if held is not None and not isinstance(held, bool | int | float | str):
-            raise invalid(f"{where}.{name} must be a string, a number or a boolean", f"{where}.{name}")
+            raise invalid(f"{where}.{name} {refusal}", f"{where}.{name}")
     return {name: held for name, held in value.items() if held is not None}
 
 

@@ -6,7 +6,7 @@ Fields beside `text_input` are parameters too. Events have no ids: a stream that
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -26,6 +26,8 @@ from schemas.errors import HeadraceError
 from schemas.parts import Tensor
 from schemas.tensors import strings, texts
 
+_ELSEWHERE = f"is no string, number or boolean: put it into {SAMPLING_PARAMETERS}, a string that is a JSON object"
+
 
 def read_generate(raw: bytes, request: Request, *, stream: bool = False) -> Ask:
     """What a body asks; `stream` is the path's word. Raises HeadraceError (invalid_request)."""
@@ -35,7 +37,7 @@ def read_generate(raw: bytes, request: Request, *, stream: bool = False) -> Ask:
         raise invalid(f"{TEXT_INPUT} must be a string", TEXT_INPUT)
     name = read_id(body.pop("id", None))
     nested = body.pop("parameters", None)
-    parameters: dict[str, Scalar] = {**_scalars(nested, "parameters"), **_scalars(body, "body")}
+    parameters: dict[str, Scalar] = {**scalars(nested, "parameters", _ELSEWHERE), **scalars(body, "body", _ELSEWHERE)}
     if parameters.setdefault(STREAM, stream) is not stream:
         raise invalid(
             f"{STREAM} must be {str(stream).lower()} here; {'generate' if stream else 'generate_stream'} is for the other",
@@ -44,16 +46,6 @@ def read_generate(raw: bytes, request: Request, *, stream: bool = False) -> Ask:
     parameters.setdefault(EXCLUDE_INPUT, True)
     path = request.path_params
     return Ask(path["model"], path.get("version", ""), name, parameters, (texts(TEXT_INPUT, [prompt]),))
-
-
-def _scalars(value: Any, where: str) -> Mapping[str, Scalar]:
-    """As `scalars`; what is a list or an object has another place."""
-    if isinstance(value, dict):
-        for name, held in value.items():
-            if isinstance(held, list | dict):
-                text = f"{where}.{name} is no string, number or boolean: put it into {SAMPLING_PARAMETERS}, a string that is a JSON object"
-                raise invalid(text, f"{where}.{name}")
-    return scalars(value, where)
 
 
 def _object(answer: Answer) -> dict[str, Any]:
