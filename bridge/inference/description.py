@@ -154,9 +154,15 @@ def paths() -> dict[str, Any]:
         found[f"{path}/infer"] = {"post": _infer(parameters)}
         whole = _answer(_ref("GenerateAnswer"))
         found[f"{path}/generate"] = {"post": _generate("Continue a text", parameters, whole)}
-        events = {**whole, "content": {"text/event-stream": {"schema": _ref("GenerateAnswer")}}}
+        events = {**whole, "content": {"text/event-stream": {"schema": _event("GenerateAnswer")}}}
         found[f"{path}/generate_stream"] = {"post": _generate("Continue a text, as events", parameters, events)}
     return found
+
+
+def _event(schema: str) -> dict[str, Any]:
+    """A server-sent event, as OpenAPI describes one: an object, whose data is text that is JSON."""
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _ref(schema)}
+    return _object({"data": data}, "data")
 
 
 def _infer(parameters: list[Any]) -> dict[str, Any]:
