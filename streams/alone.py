@@ -11,6 +11,11 @@ WAITING_MAX = 64
 """So many wait for one name."""
 
 
+def id_name(tenant: str, request_id: str) -> str:
+    """The name of one request: what is decided of it is decided at one place at a time."""
+    return f"id {tenant} {request_id}"
+
+
 class TooManyWait(Exception):
     """More wait for a name than may."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import structlog
 
 from decisions import cases, verdicts
+from decisions.cases import Case, Refusal
 from infra import metrics
 from infra.dead_letters import dead_letter
 from infra.log import EventProducer, Headers
-from schemas.events import InferenceFailed, InferenceRejected
+from schemas.events import InferenceFailed, InferenceRejected, Reply
 from schemas.reasons import Reason
 from schemas.topics import LIFECYCLE
 from streams.faust_shell import Record
@@ -30,6 +31,13 @@ class Refusals:
     async def tell(self, rejected: InferenceRejected, grant: cases.Grant, trace: Headers) -> None:
         """A refusal for the caller alone: the request of that id goes on."""
         await deliver(self._producer, [reply_to(grant.reply, rejected, rejected.request_id)], trace)
+
+    async def asked_again(self, case: Case, reply: Reply, trace: Headers) -> None:
+        """Its stream is where the first with its id asked to have it, at `reply`: whoever asks from elsewhere hears that there is such a one."""
+        log.info("asked again", request_id=case.request.request_id)
+        if reply != case.grant.reply:
+            refusal = Refusal(Reason.CONFLICT, "another request of this tenant has this id", "request_id")
+            await self.tell(verdicts.rejected(case, refusal), case.grant, trace)
 
     async def reject(
         self, rejected: InferenceRejected, grant: cases.Grant, trace: Headers, *more: InferenceFailed
