@@ -10,11 +10,8 @@ of months: each holds a tenant as of an offset, and of several rows that of the 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from itertools import islice
 
 from decisions import ledger
 from decisions.endings import ADMISSION
@@ -24,6 +21,7 @@ from decisions.ledger_rows import Open, Row, counter_of, open_of
 from decisions.queues import Queues
 from decisions.queues import pool as pool_of
 from decisions.quota import Reserved
+from decisions.recalled import Recalled, Standing, Verdict
 from schemas.events import (
     InferenceAdmitted,
     InferenceCompleted,
@@ -31,7 +29,6 @@ from schemas.events import (
     InferenceRejected,
     InferenceStarted,
     LedgerSaved,
-    Position,
     Reply,
 )
 from schemas.quick import quick
@@ -41,35 +38,12 @@ ANY_TIER = ""
 """Of an ending: the tier that has the request open."""
 LAPSE_MS = 2 * HOUR_MS
 """So long after it must have ended a request's stream is no longer in `tokens` (its retention), so nobody can tell its ending any more."""
-RECALLED_RECORDS = 10_000
-"""Of so many records of the partition it is remembered what they told: a former owner may tell it again, and an ending may be told before its
-admission. A newcomer reads them all, so there are not more."""
 OPEN_SAVED_MAX = 20_000
 """Open requests of one tenant that its row has room for: a megabyte."""
 SAVED_AGAIN_MS, SAVED_AGAIN_MS_MAX = 20, 20_000
 """A tenant's row is this much older for each request that it has open before it is written again, and no more than so much: a large row costs more
 than the reading that it spares."""
-TOLD_MAX = 300_000
-"""Decisions of one partition that are kept because their records may come again; of more, the oldest is forgotten. No more can come again:
-so many are more than are read beyond the oldest that isn't done, with those that were parked."""
-
-Key = tuple[str, str]
-"""Tenant and request id."""
-Verdict = InferenceAdmitted | InferenceRejected
 Ending = InferenceCompleted | InferenceFailed
-
-
-class Standing(StrEnum):
-    """What a record that asks is to what was decided before."""
-
-    NEW = "new"
-    """Nothing is known of it: decide."""
-    REDELIVERED = "redelivered"
-    """This very record was decided before a crash: do the same again."""
-    REPEATED = "repeated"
-    """Another record with this id was decided: that one's stream is its answer."""
-    ENDED = "ended"
-    """Its stream has ended, by its own work or before it was decided (a cancel was faster): nothing is to be done."""
 
 
 @quick
@@ -79,26 +53,6 @@ class Taken:
 
     hold: Hold
     admitted: InferenceAdmitted
-
-
-@quick
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """A verdict, the offset of its record, the record that it was about, and whether its ending is told, too."""
-
-    verdict: Verdict
-    offset: int
-    source: Position
-    ended: bool = False
-
-
-@quick
-@dataclass(frozen=True, slots=True)
-class _Stray:
-    """An ending that was told before its admission: the offset of its record, and what was used; None: it was refused after all."""
-
-    offset: int
-    used: int | None
 
 
 @dataclass(slots=True)
@@ -132,8 +86,7 @@ class Accounts:
         self._mark = Row("", tier, 0, 0)
         self._next = 0
         self._now_ms = 0
-        self._told: OrderedDict[Key, _Told] = OrderedDict()
-        self._strays: OrderedDict[Key, _Stray] = OrderedDict()
+        self._recalled = Recalled()
         self._partition: int | None = None
         self._unsaved: set[str] = set()
         self.queues = Queues()
@@ -176,8 +129,7 @@ class Accounts:
         """One record of the partition, in order. What says nothing of a reservation of this tier is passed over."""
         self._next = max(self._next, offset + 1)
         self._now_ms = max(self._now_ms, timestamp_ms)
-        while self._strays and next(iter(self._strays.values())).offset < self._next - RECALLED_RECORDS:
-            self._strays.popitem(last=False)
+        self._recalled.read(self._next)
         match event:
             case InferenceAdmitted() if event.tier == self._tier and not is_void(event, timestamp_ms):
                 self._admitted(offset, event)
@@ -204,19 +156,15 @@ class Accounts:
 
         Also if a refusal was told before: one of the two was late, work was sent, and its stream says what becomes of it.
         """
-        key = event.tenant, event.request_id
         tenant = self._tenant(event.tenant)
         self._partition = event.source.partition
-        told, stray = self._told.get(key), self._strays.get(key)
-        ended = told is not None and told.ended
-        if counts := told is None or isinstance(told.verdict, InferenceRejected) or _later(event.source, told.source):
-            self._note(key, _Told(event, offset, event.source, ended or stray is not None))
+        counts, stray = self._recalled.admitted(offset, event)
         if offset < tenant.through:
             return
         self._unsaved.add(event.tenant)
         taken = _pop_pending(tenant, event)
         served_by = pool_of(event)
-        if not counts or ended or event.request_id in tenant.open:
+        if not counts or event.request_id in tenant.open:
             if taken is not None:
                 tenant.counters.update(ledger.withdraw(tenant.counters, taken.hold))
             if event.request_id not in tenant.open:
@@ -245,12 +193,9 @@ class Accounts:
         source = event.source
         if source is None or source.topic != self._source or self._partition not in (None, source.partition):
             return  # what can't be read is refused in whatever partition it is
-        key, known = (event.tenant, event.request_id), self._tenants.get(event.tenant)
-        if known is not None and event.request_id in known.open:
-            return
-        told = self._told.get(key)
-        if told is None or (isinstance(told.verdict, InferenceRejected) and _later(source, told.source)):
-            self._note(key, _Told(event, offset, source))
+        known = self._tenants.get(event.tenant)
+        if known is None or event.request_id not in known.open:
+            self._recalled.rejected(offset, event, source)
 
     def _begun(self, offset: int, event: InferenceStarted) -> None:
         """It has a slot, so it waits no longer. May be told before its admission: then it counts as waiting until it ends."""
@@ -267,52 +212,34 @@ class Accounts:
         """Of this tier alone: the same id may be asked on another, and what ends there was charged there. A cancel that came by the topic of a
         tier that doesn't know the request names none.
         """
-        tenant, key = self._tenants.get(event.tenant), (event.tenant, event.request_id)
+        tenant = self._tenants.get(event.tenant)
         opened = tenant.open.pop(event.request_id, None) if tenant is not None and offset >= tenant.through else None
         if tenant is not None and opened is not None:
             self.queues.remove(opened.pool, event.tenant, event.request_id)
             self._unsaved.add(event.tenant)
             tenant.counters.update(_closed(tenant.counters, opened.hold, _used(event)))
-        told = self._told.get(key)
-        if told is not None and isinstance(told.verdict, InferenceAdmitted):
-            self._told[key] = replace(told, ended=True)
-        elif opened is None:
-            self._strays.setdefault(key, _Stray(offset, _used(event)))
-
-    def _note(self, key: Key, told: _Told) -> None:
-        """A verdict whose record may be delivered again."""
-        self._told.pop(key, None)
-        self._told[key] = told
-        if len(self._told) > TOLD_MAX:
-            self._told.popitem(last=False)
+        key = event.tenant, event.request_id
+        self._recalled.ended(key, offset, _used(event), was_open=opened is not None)
 
     # --- deciding ------------------------------------------------------------------------------------------------------
 
     def standing(self, tenant: str, request_id: str, source_offset: int) -> tuple[Standing, Verdict | None]:
         """What to do with a request at this offset of its partition, and what was decided of its id."""
-        told, known = self._told.get((tenant, request_id)), self._tenants.get(tenant)
+        known = self._tenants.get(tenant)
         if known is not None and (taken := known.pending.get(request_id)) is not None:
             same = taken.admitted.source.offset == source_offset
             return Standing.REDELIVERED if same else Standing.REPEATED, taken.admitted
-        if told is not None:
-            same = told.source.offset == source_offset
-            if same and told.ended:
-                return Standing.ENDED, told.verdict
-            # Of two refused with one id, the earlier was decided before.
-            earlier = isinstance(told.verdict, InferenceRejected) and source_offset < told.source.offset
-            return Standing.REDELIVERED if same or earlier else Standing.REPEATED, told.verdict
-        if known is not None and request_id in known.open:
-            return Standing.REPEATED, None
-        return (Standing.ENDED if (tenant, request_id) in self._strays else Standing.NEW), None
+        is_open = known is not None and request_id in known.open
+        return self._recalled.standing((tenant, request_id), source_offset, is_open=is_open)
 
     def reply_of(self, tenant: str, request_id: str) -> Reply | None:
         """Where an admitted request's stream is, as far as is known."""
-        known, told = self._tenants.get(tenant), self._told.get((tenant, request_id))
+        known = self._tenants.get(tenant)
         if known is not None and (taken := known.pending.get(request_id)) is not None:
             return taken.admitted.reply
         if known is not None and (opened := known.open.get(request_id)) is not None:
             return opened.reply
-        return told.verdict.reply if told is not None and isinstance(told.verdict, InferenceAdmitted) else None
+        return self._recalled.reply_of((tenant, request_id))
 
     def counters(self, tenant: str) -> Counters:
         """What a tenant has reserved and spent, with what was decided here and isn't told yet."""
@@ -366,14 +293,12 @@ class Accounts:
         """
         if not self._next:
             return []
-        self._forget_told(committed)
+        self._recalled.forget(self._next, self._partition, committed)
         self._lapse()
         later = {name for name in self._unsaved if self._waits(self._tenants[name], saved_ms, last=last)}
         rows = [self._row(name, saved_ms) for name in sorted(self._unsaved - later)]
         self._unsaved = later
-        needed = [self._tenants[name].saved for name in later]
-        needed += [told.offset for told in islice(self._told.values(), 1)]  # they are in the order of their offsets
-        needed += [stray.offset for stray in self._strays.values()]
+        needed = [self._tenants[name].saved for name in later] + self._recalled.needed()
         before, self._mark = self._mark, Row("", self._tier, self._next, saved_ms, min([self._next, *needed]))
         news = rows or (before.through, before.start) != (self._mark.through, self._mark.start)
         return [*rows, self._mark] if news else []
@@ -382,17 +307,6 @@ class Accounts:
         """Whether a tenant's row isn't written this time."""
         again_ms = tenant.saved_ms + min(len(tenant.open) * SAVED_AGAIN_MS, SAVED_AGAIN_MS_MAX)
         return len(tenant.open) > OPEN_SAVED_MAX or (tenant.saved > 0 and not last and saved_ms < again_ms)
-
-    def _forget_told(self, committed: int) -> None:
-        """What can't come again: its record is committed, or another partition's, and what was told of it is long past."""
-        gone = []
-        for key, told in self._told.items():
-            if told.offset >= self._next - RECALLED_RECORDS:
-                break  # as all that follow: they are in the order of their offsets
-            if self._partition not in (None, told.source.partition) or told.source.offset < committed:
-                gone.append(key)
-        for key in gone:
-            del self._told[key]
 
     def unsaved(self, rows: list[Row]) -> None:
         """These rows were not written: the next `save` brings their tenants again."""
@@ -419,11 +333,6 @@ class Accounts:
                 hold = opened.hold
                 tenant.counters.update(ledger.settle(tenant.counters, hold, hold.cost.tokens))
                 self._unsaved.add(name)
-
-
-def _later(source: Position, known: Position) -> bool:
-    """Whether a record that asks comes after another with its id, as far as that can be told."""
-    return (source.topic, source.partition) != (known.topic, known.partition) or source.offset > known.offset
 
 
 def _pop_pending(tenant: _Tenant, event: InferenceAdmitted) -> Taken | None:

@@ -16,9 +16,10 @@ from aiokafka.partitioner import DefaultPartitioner
 
 from decisions import admission as rules
 from decisions import cases, verdicts
-from decisions.accounts import ANY_TIER, Accounts, Standing
+from decisions.accounts import ANY_TIER, Accounts
 from decisions.cases import Case, Refusal
 from decisions.idempotency import KeyStanding, conflict, keyed
+from decisions.recalled import Standing
 from infra import metrics
 from infra.grants import Grant
 from infra.log import EventDecoder, EventProducer, Headers, NoSuchPartition, RecordTooLarge

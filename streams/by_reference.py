@@ -10,9 +10,9 @@ import structlog
 
 from decisions import admission as rules
 from decisions import verdicts
-from decisions.accounts import Standing
 from decisions.cases import Case, Refusal
 from decisions.idempotency import keyed
+from decisions.recalled import Standing
 from infra.log import EventDecoder, Headers
 from schemas.events import InferenceAdmitted, PayloadStored
 from schemas.topics import INTERACTIVE, REQUEST_MAX_BYTES

@@ -9,9 +9,10 @@ from dataclasses import replace
 import structlog
 
 from decisions import verdicts
-from decisions.accounts import Accounts, Verdict, is_void
+from decisions.accounts import Accounts, is_void
 from decisions.cache import Entry, stream
 from decisions.cases import Case, Refusal
+from decisions.recalled import Verdict
 from infra.log import EventProducer, Headers, NoSuchPartition, RecordTooLarge
 from infra.objects import StoreAway
 from schemas.errors import HeadraceError

@@ -17,10 +17,10 @@ from aiokafka import ConsumerRecord
 
 from decisions import admission as rules
 from decisions import verdicts
-from decisions.accounts import Key
 from decisions.cases import Case
 from decisions.ledger_rows import Open
 from decisions.presence import SILENT_MS, Presence, yielding
+from decisions.recalled import Key
 from infra import metrics
 from infra.log import EventProducer, NoSuchPartition, RecordTooLarge
 from infra.settings import KafkaSettings

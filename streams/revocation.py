@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from decisions import verdicts
-from decisions.accounts import Key
 from decisions.ledger_rows import Open
+from decisions.recalled import Key
 from decisions.revocation import barred
 from infra.log import EventProducer, NoSuchPartition, RecordTooLarge
 from schemas.errors import HeadraceError

@@ -8,17 +8,18 @@ from itertools import chain
 from random import Random
 from typing import Any
 
-from decisions.accounts import Accounts, Standing, Verdict, is_void
+from decisions.accounts import Accounts, is_void
 from decisions.ledger import GRAIN_MS, STEP_BACK_MS, Cost
 from decisions.ledger_rows import Row
 from decisions.quota import KINDS, Exceeded, limits_for, reserve
+from decisions.recalled import Standing, Verdict
 from schemas.events import InferenceAdmitted, InferenceFailed, InferenceRejected, LedgerSaved, Quota
 from schemas.topics import HOUR_MS, INTERACTIVE
 from tests.decisions.ledgers import Asked, Truth, admitted, ending, in_use, rejected
 from tests.decisions.worlds import NOW
 
 RECALLED = 24
-"""In place of `accounts.RECALLED_RECORDS`, so that short logs have a part that isn't recalled."""
+"""In place of `recalled.RECALLED_RECORDS`, so that short logs have a part that isn't recalled."""
 FLIGHT = 4
 """So many records may others append to the log before one that was sent."""
 FLYING_MAX = 6

@@ -9,11 +9,12 @@ from unittest import mock
 
 import pytest
 
-from decisions import accounts as rules
-from decisions.accounts import ANY_TIER, LAPSE_MS, RECALLED_RECORDS, SAVED_AGAIN_MS, TOLD_MAX, Accounts, Standing
+from decisions import recalled
+from decisions.accounts import ANY_TIER, LAPSE_MS, SAVED_AGAIN_MS, Accounts
 from decisions.idempotency import KeyStanding
 from decisions.ledger import Cost, Unit, Window
 from decisions.quota import Exceeded, limits_for, reserve
+from decisions.recalled import RECALLED_RECORDS, TOLD_MAX, Standing
 from schemas.events import InferenceAdmitted, LedgerSaved, Position
 from schemas.parts import Keyed
 from schemas.topics import BATCH, INTERACTIVE
@@ -363,7 +364,7 @@ def test_what_is_open_in_a_row_alone_is_repeated() -> None:
 
 
 def test_verdicts_have_a_limit() -> None:
-    with mock.patch.object(rules, "TOLD_MAX", 2):
+    with mock.patch.object(recalled, "TOLD_MAX", 2):
         accounts = told(*(rejected(replace(R, request_id=f"r{number}"), number) for number in range(3)))
     found = [accounts.standing("acme", f"r{number}", number)[0] for number in range(3)]
     assert found == [Standing.NEW, Standing.REDELIVERED, Standing.REDELIVERED]

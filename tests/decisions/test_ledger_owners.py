@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decisions import accounts as rules
+from decisions import recalled
 from decisions.accounts import Accounts
 from decisions.ledger import NEW, Unit, Window
 from decisions.quota import EACH
@@ -36,7 +36,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.site = Site(())
         self.fresh = 0
         self.seen = -1
-        self.patched = mock.patch.object(rules, "RECALLED_RECORDS", RECALLED)
+        self.patched = mock.patch.object(recalled, "RECALLED_RECORDS", RECALLED)
         self.patched.start()
 
     @initialize(whole=ONE_LIMIT, each=ONE_LIMIT)

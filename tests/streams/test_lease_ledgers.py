@@ -15,9 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decisions.accounts import ANY_TIER, Accounts, Standing, is_void
+from decisions.accounts import ANY_TIER, Accounts, is_void
 from decisions.ledger import NEW, STEP_BACK_MS, Cost, Counter
 from decisions.quota import Exceeded, limits_for, reserve
+from decisions.recalled import Standing
 from decisions.stream import NEW as UNBEGUN
 from decisions.stream import REJECTED, Input, StreamState, fold
 from schemas.events import (

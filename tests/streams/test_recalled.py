@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from decisions.accounts import RECALLED_RECORDS, TOLD_MAX, Accounts, Standing
+from decisions.accounts import Accounts
 from decisions.lanes import PARKED_MAX
+from decisions.recalled import RECALLED_RECORDS, TOLD_MAX, Standing
 from schemas.events import InferenceRejected
 from schemas.topics import DAY_MS, INTERACTIVE
 from streams.accounts import SAVE_S
