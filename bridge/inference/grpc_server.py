@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
-from urllib.parse import quote
 
 import grpc
 import grpc.aio
 import structlog
-from google.protobuf.message import DecodeError
 
-from bridge.answer_headers import answer_headers
 from bridge.auth import Caller
-from bridge.body import BODY_READ_MAX_S, PARSED_AT_ONCE_BYTES, parsed_beside
+from bridge.body import PARSED_AT_ONCE_BYTES
 from bridge.calls import Call
 from bridge.door import FrontDoor
 from bridge.errors import rates_of, stopping
 from bridge.inference import models
 from bridge.inference.asking import BYTES_MAX, Ask, Scalar
+from bridge.inference.grpc_calls import (
+    END_GRACE_S,
+    REASON,
+    RETRY_AFTER,
+    Context,
+    Handler,
+    abort,
+    answering,
+    headers_of,
+    in_seconds,
+    next_message,
+    parsed,
+    trailers,
+    unary,
+)
 from bridge.inference.grpc_requests import read_message, write_message, write_parameters
 from bridge.inference.messages import SERVICE, ModelInferRequest, ModelStreamInferResponse, message
 from bridge.inference.parameters import read_wishes
@@ -33,24 +44,16 @@ from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 
 PURPOSE = "gRPC"
-REASON, RETRY_AFTER, REQUEST_ID, REPLAYED = "headrace-reason", "retry-after", "request_id", "replayed"
-"""What is told beside an error, and, on a stream, beside a request's last part."""
+REQUEST_ID, REPLAYED = "request_id", "replayed"
+"""What is told on a stream beside a request's last part."""
 FINAL_RESPONSE = "triton_enable_empty_final_response"
 """Asks that a stream's end be told; it always is, by `triton_final_response` of the last part."""
 ENVELOPE_BYTES = 1024 * 1024
 """What an answer's message may have around its tensors."""
-ERROR_CHARS_MAX, ERROR_BYTES_MAX = 1_000, 6_000
-"""Of an error's text in the trailers; clients take 8 KiB of them."""
 IDLE_MAX_S = 600.0
 """A stream on which nothing is asked and nothing is answered for so long is ended."""
 LOOK_S = 0.5
 """How often an idle stream looks whether the front door stops."""
-END_GRACE_S = 2.0
-"""How long the requests of a stream that must end may take to tell their own ends."""
-
-Context = Any  # grpc.aio.ServicerContext, generic in what its stubs don't agree on
-Handler = Callable[[Any, Context], Awaitable[Any]]
-
 _log = structlog.get_logger(__name__)
 
 
@@ -97,91 +100,15 @@ def _handlers(service: _Service) -> grpc.GenericRpcHandler:
     # A unary call is a stream of one message to the server, so that nothing of it is read for who has no key.
     found: dict[str, Any] = {
         name: grpc.stream_unary_rpc_method_handler(
-            _answering(_unary(handler, message(f"{name}Request"), None if name in free else service.require)),
+            answering(unary(handler, message(f"{name}Request"), None if name in free else service.require)),
             response_serializer=message(f"{name}Response").SerializeToString,
         )
         for name, handler in {**free, **keyed}.items()
     }
     found["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
-        _answering(service.model_stream_infer), response_serializer=ModelStreamInferResponse.SerializeToString
+        answering(service.model_stream_infer), response_serializer=ModelStreamInferResponse.SerializeToString
     )
     return grpc.method_handlers_generic_handler(SERVICE, found)
-
-
-def _unary(handler: Handler, kind: Any, require: Callable[[Context], Awaitable[object]] | None) -> Handler:
-    """Reads the one message of a call, once `require` has let its caller in."""
-
-    async def answer(requests: AsyncIterator[bytes], context: Context) -> Any:
-        if require is not None:
-            await require(context)
-        reading = _reading(requests)
-        done, _ = await asyncio.wait({reading}, timeout=BODY_READ_MAX_S)
-        if not done:
-            raise HeadraceError(Reason.INVALID_REQUEST, f"the message wasn't sent within {BODY_READ_MAX_S:g} s")
-        raw = reading.result()
-        if raw is None:
-            raise HeadraceError(Reason.INVALID_REQUEST, "the call has no message")
-        return await handler(await _parsed(kind, raw), context)
-
-    return answer
-
-
-def _reading(requests: AsyncIterator[bytes]) -> asyncio.Task[bytes | None]:
-    """The next message; None at the end. It is never cancelled, for gRPC's core writes to its memory: it ends with the call."""
-
-    async def read() -> bytes | None:
-        return await anext(requests, None)
-
-    task = asyncio.create_task(read(), name="grpc-read")
-    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    return task
-
-
-async def _parsed(kind: Any, raw: bytes) -> Any:
-    try:
-        return await parsed_beside(raw, lambda: kind.FromString(raw))
-    except DecodeError:
-        raise HeadraceError(Reason.INVALID_REQUEST, f"the message is no {kind.DESCRIPTOR.name}") from None
-
-
-def _answering(handler: Handler) -> Handler:
-    """Whatever is raised becomes a status."""
-
-    async def answer(request: Any, context: Context) -> Any:
-        try:
-            return await handler(request, context)
-        except HeadraceError as error:
-            await _abort(context, error)
-        except grpc.aio.AbortError:
-            raise
-        except Exception:
-            _log.exception("an inference call failed")
-            await _abort(context, HeadraceError(Reason.INTERNAL_ERROR, Reason.INTERNAL_ERROR.text))
-
-    return answer
-
-
-async def _abort(context: Context, error: HeadraceError, call: Call | None = None) -> None:
-    """Ends a call by the status of an error, with what else there is to tell of it: `call` if it had begun."""
-    refused(error.reason.value)
-    told = [(REASON, error.reason.value), *(_told(call) if call else ()), *rate_headers(rates_of(error)).items()]
-    if error.retry_after_ms is not None:
-        told.append((RETRY_AFTER, str(_seconds(error.retry_after_ms))))
-    try:
-        async with asyncio.timeout(END_GRACE_S):
-            await context.abort(grpc.StatusCode[error.reason.grpc_code], _details(error.message), tuple(told))
-    except TimeoutError:  # it is on its way, behind what the caller hasn't read yet
-        raise grpc.aio.AbortError from None
-
-
-def _seconds(retry_after_ms: int) -> int:
-    return max(1, math.ceil(retry_after_ms / 1000))
-
-
-def _details(text: str) -> str:
-    """As much of an error's text as a trailer takes: on the wire a character has up to 12 bytes."""
-    text = text[:ERROR_CHARS_MAX]
-    return text if len(quote(text)) <= ERROR_BYTES_MAX else text[: ERROR_BYTES_MAX // 12]
 
 
 class _Service:
@@ -228,10 +155,10 @@ class _Service:
         ask, serving = await self._begin(caller, request, context)
         try:
             answer = await serving.whole()
-            context.set_trailing_metadata(_told(serving.call))
+            context.set_trailing_metadata(trailers(serving.call))
             return await _written(ask, answer, stream=False)
         except HeadraceError as error:
-            await _abort(context, error, serving.call)
+            await abort(context, error, serving.call)
         finally:
             serving.close()
 
@@ -284,7 +211,7 @@ class _Service:
             raw = await self._next(requests, stream, tasks)
             if raw is None:
                 return
-            request = await _parsed(ModelInferRequest, raw)
+            request = await parsed(ModelInferRequest, raw)
             task = group.create_task(self._serve(caller, request, context, stream), name="stream-infer")
             tasks.add(task)
             task.add_done_callback(ended)
@@ -292,7 +219,7 @@ class _Service:
     async def _next(
         self, requests: AsyncIterator[bytes], stream: _Stream, tasks: set[asyncio.Task[None]]
     ) -> bytes | None:
-        reading = _reading(requests)
+        reading = next_message(requests)
         loop = asyncio.get_running_loop()
         busy_s = loop.time()
         while not reading.done():
@@ -340,7 +267,7 @@ class _Service:
         arrived_s = asyncio.get_running_loop().time()
         large = request.ByteSize() > PARSED_AT_ONCE_BYTES
         ask = await asyncio.to_thread(read_message, request) if large else read_message(request)
-        headers = _headers(context)
+        headers = headers_of(context)
         given = {name: value for name, value in ask.parameters.items() if name != FINAL_RESPONSE}
         wishes = read_wishes(caller, given, headers, context.time_remaining())
         keyed = bool(wishes.idempotency_key)
@@ -350,7 +277,7 @@ class _Service:
         return ask, serving
 
     async def _caller(self, context: Context) -> Caller:
-        return await self._door.auth.from_headers(_headers(context))
+        return await self._door.auth.from_headers(headers_of(context))
 
 
 class _Stream:
@@ -387,7 +314,7 @@ class _Stream:
         beside = {**(_named(call) if call else {}), **rate_headers(rates_of(error))}
         told: dict[str, Scalar] = {REASON: error.reason.value, **beside}
         if error.retry_after_ms is not None:
-            told[RETRY_AFTER] = _seconds(error.retry_after_ms)
+            told[RETRY_AFTER] = in_seconds(error.retry_after_ms)
         write_parameters(response.infer_response, told)
         try:
             await self.write(response)
@@ -411,15 +338,6 @@ async def _written(ask: Ask, answer: Any, *, stream: bool) -> Any:
     return write_message(ask, answer, stream=stream)
 
 
-def _told(call: Call) -> tuple[tuple[str, str], ...]:
-    """The trailing metadata of a call that began."""
-    return tuple((name.lower(), value) for name, value in answer_headers(call).items())
-
-
 def _named(call: Call) -> dict[str, Scalar]:
     """What the parameters of a request's last message on a stream tell, which has no metadata of its own."""
     return {REQUEST_ID: call.request_id, **({REPLAYED: True} if call.replayed else {}), **rate_headers(call.rates)}
-
-
-def _headers(context: Context) -> dict[str, str]:
-    return {name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)}

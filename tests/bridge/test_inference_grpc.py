@@ -22,7 +22,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from bridge.inference import grpc_server, messages
+from bridge.inference import grpc_calls, grpc_server, messages
 from bridge.inference.messages import SERVICE
 from infra.log import EventProducer
 from schemas.errors import HeadraceError
@@ -350,7 +350,7 @@ def test_nothing_of_a_call_without_a_key_is_read(bridge: RunningBridge) -> None:
 
 
 def test_a_message_that_does_not_come_is_not_waited_for(bridge: RunningBridge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_server, "BODY_READ_MAX_S", 0.2)
+    monkeypatch.setattr(grpc_calls, "BODY_READ_MAX_S", 0.2)
     refused = raw_call(bridge, None, KEY)
     assert (refused.code(), refused.details()) == (
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -420,8 +420,8 @@ async def test_an_idle_stream_ends_when_the_front_door_stops(monkeypatch: pytest
 
 
 def test_a_long_error_fits_a_trailer() -> None:
-    assert grpc_server._details("x" * 5_000) == "x" * 1_000
-    assert len(quote(grpc_server._details("\U0001f30a" * 5_000))) <= grpc_server.ERROR_BYTES_MAX
+    assert grpc_calls.details("x" * 5_000) == "x" * 1_000
+    assert len(quote(grpc_calls.details("\U0001f30a" * 5_000))) <= grpc_calls.ERROR_BYTES_MAX
 
 
 # --- the messages -----------------------------------------------------------------------------------------------------
