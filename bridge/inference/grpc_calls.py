@@ -14,6 +14,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from bridge.answer_headers import answer_headers
+from bridge.auth import Caller
 from bridge.body import BODY_READ_MAX_S, parsed_beside
 from bridge.calls import Call
 from bridge.errors import rates_of
@@ -31,26 +32,39 @@ END_GRACE_S = 2.0
 
 Context = Any  # grpc.aio.ServicerContext, generic in what its stubs don't agree on
 Handler = Callable[[Any, Context], Awaitable[Any]]
+CallersHandler = Callable[[Any, Caller, Context], Awaitable[Any]]
 
 _log = structlog.get_logger(__name__)
 
 
-def unary(handler: Handler, kind: Any, require: Callable[[Context], Awaitable[object]] | None) -> Handler:
-    """Reads the one message of a call, once `require` has let its caller in."""
+def unary(handler: Handler, kind: Any) -> Handler:
+    """Reads the one message of a call, whoever calls."""
 
     async def answer(requests: AsyncIterator[bytes], context: Context) -> Any:
-        if require is not None:
-            await require(context)
-        reading = next_message(requests)
-        done, _ = await asyncio.wait({reading}, timeout=BODY_READ_MAX_S)
-        if not done:
-            raise HeadraceError(Reason.INVALID_REQUEST, f"the message wasn't sent within {BODY_READ_MAX_S:g} s")
-        raw = reading.result()
-        if raw is None:
-            raise HeadraceError(Reason.INVALID_REQUEST, "the call has no message")
-        return await handler(await parsed(kind, raw), context)
+        return await handler(await _only_message(requests, kind), context)
 
     return answer
+
+
+def callers_unary(handler: CallersHandler, kind: Any, caller_of: Callable[[Context], Awaitable[Caller]]) -> Handler:
+    """The same once `caller_of` has found the caller, who is found but once."""
+
+    async def answer(requests: AsyncIterator[bytes], context: Context) -> Any:
+        caller = await caller_of(context)
+        return await handler(await _only_message(requests, kind), caller, context)
+
+    return answer
+
+
+async def _only_message(requests: AsyncIterator[bytes], kind: Any) -> Any:
+    reading = next_message(requests)
+    done, _ = await asyncio.wait({reading}, timeout=BODY_READ_MAX_S)
+    if not done:
+        raise HeadraceError(Reason.INVALID_REQUEST, f"the message wasn't sent within {BODY_READ_MAX_S:g} s")
+    raw = reading.result()
+    if raw is None:
+        raise HeadraceError(Reason.INVALID_REQUEST, "the call has no message")
+    return await parsed(kind, raw)
 
 
 def next_message(requests: AsyncIterator[bytes]) -> asyncio.Task[bytes | None]:

@@ -22,10 +22,12 @@ from bridge.inference.grpc_calls import (
     END_GRACE_S,
     REASON,
     RETRY_AFTER,
+    CallersHandler,
     Context,
     Handler,
     abort,
     answering,
+    callers_unary,
     headers_of,
     in_seconds,
     next_message,
@@ -90,20 +92,22 @@ class GrpcServer:
 
 def _handlers(service: _Service) -> grpc.GenericRpcHandler:
     free: dict[str, Handler] = {"ServerLive": service.server_live, "ServerReady": service.server_ready}
-    keyed: dict[str, Handler] = {
+    keyed: dict[str, CallersHandler] = {
         "ServerMetadata": service.server_metadata,
         "ModelReady": service.model_ready,
         "ModelMetadata": service.model_metadata,
         "ModelInfer": service.model_infer,
         "RepositoryIndex": service.repository_index,
     }
+    answers = {name: unary(handler, message(f"{name}Request")) for name, handler in free.items()}
+    for name, callers in keyed.items():
+        answers[name] = callers_unary(callers, message(f"{name}Request"), service.caller)
     # A unary call is a stream of one message to the server, so that nothing of it is read for who has no key.
     found: dict[str, Any] = {
         name: grpc.stream_unary_rpc_method_handler(
-            answering(unary(handler, message(f"{name}Request"), None if name in free else service.require)),
-            response_serializer=message(f"{name}Response").SerializeToString,
+            answering(answer), response_serializer=message(f"{name}Response").SerializeToString
         )
-        for name, handler in {**free, **keyed}.items()
+        for name, answer in answers.items()
     }
     found["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
         answering(service.model_stream_infer), response_serializer=ModelStreamInferResponse.SerializeToString
@@ -118,9 +122,9 @@ class _Service:
         self._door = door
         self._readiness = models.Readiness(door, not_ready)
 
-    async def require(self, context: Context) -> None:
-        """Raises HeadraceError: invalid_api_key, permission_denied, unavailable."""
-        await self._caller(context)
+    async def caller(self, context: Context) -> Caller:
+        """Who calls. Raises HeadraceError: invalid_api_key, permission_denied, unavailable."""
+        return await self._door.auth.from_headers(headers_of(context))
 
     async def server_live(self, _request: Any, _context: Context) -> Any:
         return message("ServerLiveResponse")(live=True)
@@ -128,30 +132,25 @@ class _Service:
     async def server_ready(self, _request: Any, _context: Context) -> Any:
         return message("ServerReadyResponse")(ready=self._readiness.server)
 
-    async def server_metadata(self, _request: Any, context: Context) -> Any:
-        await self._caller(context)
+    async def server_metadata(self, _request: Any, _caller: Caller, _context: Context) -> Any:
         return message("ServerMetadataResponse")(**models.server_metadata())
 
-    async def model_ready(self, request: Any, context: Context) -> Any:
+    async def model_ready(self, request: Any, _caller: Caller, _context: Context) -> Any:
         """An answer and no error for what isn't there, as from Triton: clients ask to know."""
-        await self._caller(context)
         try:
             found = models.find(self._door.models, request.name, request.version)
         except HeadraceError:
             return message("ModelReadyResponse")(ready=False)
         return message("ModelReadyResponse")(ready=self._readiness.why_not(found) is None)
 
-    async def model_metadata(self, request: Any, context: Context) -> Any:
-        await self._caller(context)
+    async def model_metadata(self, request: Any, _caller: Caller, _context: Context) -> Any:
         found = models.find(self._door.models, request.name, request.version)
         return message("ModelMetadataResponse")(**models.model_metadata(found))
 
-    async def repository_index(self, request: Any, context: Context) -> Any:
-        await self._caller(context)
+    async def repository_index(self, request: Any, _caller: Caller, _context: Context) -> Any:
         return message("RepositoryIndexResponse")(models=self._readiness.index(ready_only=request.ready))
 
-    async def model_infer(self, request: Any, context: Context) -> Any:
-        caller = await self._caller(context)
+    async def model_infer(self, request: Any, caller: Caller, context: Context) -> Any:
         ask, serving = await self._begin(caller, request, context)
         try:
             answer = await serving.whole()
@@ -164,7 +163,7 @@ class _Service:
 
     async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """Several requests at once, each answered in one or more parts; one that fails leaves the others alone."""
-        caller = await self._caller(context)
+        caller = await self.caller(context)
         # Else it goes with the first message, and again with the status where that message is stuck: gRPC refuses it, and the stream never ends.
         await context.send_initial_metadata(())
         stream = _Stream(context, self._door.settings.reader_stall_ms / 1000)
@@ -275,9 +274,6 @@ class _Service:
             self._door, caller, ask, wishes, headers, arrived_s, protocol="grpc", outlives=keyed, parts=parts
         )
         return ask, serving
-
-    async def _caller(self, context: Context) -> Caller:
-        return await self._door.auth.from_headers(headers_of(context))
 
 
 class _Stream:
