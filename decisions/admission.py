@@ -8,13 +8,12 @@ put in its place in the list.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
-from decisions import cache, capacity, placement, quota, waiting
+from decisions import cache, capacity, placement, places, quota, waiting
 from decisions.cases import PASSED, Case, Check, Grant, Refusal, World
 from decisions.ledger import Cost, Counters
-from decisions.placement import SeenWorker
+from decisions.places import RETRY_AFTER_MIN_MS
 from decisions.problem import Problem
 from decisions.quota import ENDING_WAIT_MS, HELD_WAIT_MS, Exceeded
 from decisions.signature import text_lengths, unfit, unknown_token
@@ -26,7 +25,6 @@ from schemas.remembered import Remembered
 from schemas.topics import DAY_MS, DEFAULTS, INTERACTIVE, TOKENS, work_topic
 
 ENCODINGS = ("avro", "json")
-RETRY_AFTER_MIN_MS = 1_000
 QUOTAS_KEPT = 4_096
 """Of so many tenants and keys it is remembered which quotas hold: they are asked for several times a request, and seldom change."""
 
@@ -220,21 +218,13 @@ def check_wait(case: Case, world: World) -> Case | Refusal:
     if case.hit is not None:
         return case  # it needs no worker
     version, now_ms = case.routed, case.now_ms
-    seen = outlook(case, world)
+    seen = places.outlook(case, world)
     if case.now_ms >= case.deadline_ms:
         return Refusal(Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text)
     if (left := _reserved_left(case, world)) > 0:
         return case.noting("wait", PASSED, f"{left} of the slots reserved for the tenant are free")
-    depth = None if case.placed else version.max_queue_depth.get(case.tier)
-    if depth is not None and not seen.ready:  # nobody tells what is finished in the log, but ledgers know what waits
-        seen = replace(seen, waiting=case.ahead + world.queued(version.model, version.version))
-    if depth is not None and not (seen.ready and seen.wait_ms == 0) and seen.waiting >= depth:
-        return Refusal(
-            Reason.OVERLOADED,
-            f"{seen.waiting} requests wait for the model `{version.model}` already, and no more than {depth} may. Try again later.",
-            "model",
-            room_in_ms(seen, seen.waiting - depth + 1),
-        )
+    if (refusal := places.full(case, world, seen)) is not None:
+        return refusal
     left_ms = case.deadline_ms - now_ms
     if seen.wait_ms is not None and seen.wait_ms > left_ms:
         return Refusal(
@@ -247,38 +237,13 @@ def check_wait(case: Case, world: World) -> Case | Refusal:
     return case.noting("wait", PASSED, seen.detail)
 
 
-def outlook(case: Case, world: World) -> waiting.Outlook:
-    """What a routed case has before it."""
-    version = case.routed
-    return waiting.outlook(
-        work_topic(version.model, version.version, case.tier),
-        _pool(case, world),
-        world.ends,
-        case.now_ms,
-        world.start_up_ms(version.model, version.version),
-        case.stale_ms,
-        case.ahead,
-    )
-
-
-def room_in_ms(seen: waiting.Outlook, count: int) -> int:
-    """When to come again if so many that wait must have begun before: as long as that takes, as far as can be told."""
-    return max(RETRY_AFTER_MIN_MS, seen.begun_ms(count) or 0)
-
-
-def _pool(case: Case, world: World) -> list[SeenWorker]:
-    """The workers that serve the request's version on its tier."""
-    version = case.routed
-    return [seen for seen in world.workers(version.model, version.version) if placement.serves(seen.report, case.tier)]
-
-
 def _reserved_left(case: Case, world: World) -> int:
     """Slots of the pool that are promised to the tenant, kept free for it, and not in use by it: there it waits for nobody."""
     version, tenant = case.routed, case.grant.tenant
     percent = capacity.reserved_percent(quotas_of(tenant, case.tier, world), case.tier, version.model)
     if not percent:
         return 0
-    seen = [each for each in _pool(case, world) if case.now_ms - each.seen_ms <= case.stale_ms]
+    seen = [each for each in places.pool(case, world) if case.now_ms - each.seen_ms <= case.stale_ms]
     ready = [each.report.slots for each in seen if each.report.state == placement.READY]
     promised = sum(sum(capacity.slots_of({tenant: percent}, slots).values()) for slots in ready)
     return promised - world.open_requests(case.source.partition, tenant, version.model, version.version)
@@ -334,7 +299,7 @@ def _over(found: Exceeded, case: Case, world: World) -> Refusal:
     told = quota.rates(quota.gauges(counters, limits, case.requested_ms), case.requested_ms)
     wait_ms = found.retry_after_ms
     if found.over:
-        each_ms = waiting.service_ms(_pool(case, world), case.now_ms, case.stale_ms)
+        each_ms = waiting.service_ms(places.pool(case, world), case.now_ms, case.stale_ms)
         ended_ms = waiting.ended_ms(found.running, found.over, each_ms)
         wait_ms = min(max(ENDING_WAIT_MS, ended_ms), HELD_WAIT_MS)
     return Refusal(Reason.RATE_LIMITED, found.message, None, wait_ms, told, found.ending)

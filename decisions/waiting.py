@@ -25,13 +25,14 @@ SILENT_REPORTS = 3
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """`waiting`: records in no slot yet. `wait_ms`: until the turn of one that comes now; None if nothing tells. `ready`: workers that are.
-    `per_ms`: requests that end in a millisecond, of all workers that tell; 0 if none does.
+    `per_ms`: requests that end in a millisecond, of all workers that tell; 0 if none does. `free`: slots for one that comes now.
     """
 
     ready: int
     waiting: int
     wait_ms: int | None
     per_ms: float = 0.0
+    free: int = 0
 
     def begun_ms(self, count: int) -> int | None:
         """How long until so many of those that wait have a slot, about; None if nothing tells. Without a worker, until there is one."""
@@ -56,7 +57,8 @@ def outlook(
     ahead: int = 0,
 ) -> Outlook:
     """Of a work topic. Parameters as those of `placement.place`; `start_up_ms` is how long a worker of this version took to be ready, if known.
-    `ahead` are others that will be there before it and aren't yet: shared out evenly among the workers.
+    `ahead` are others that will be there before it and aren't yet: they have the free slots, and for the wait they are shared out evenly among the
+    workers.
 
     Without a worker that is ready the wait is that of the one that will be first; with none that starts, the start of a new one.
     """
@@ -69,7 +71,7 @@ def outlook(
         begun = [each.report.started_ms for each in seen if each.report.state == STARTING]
         left_ms = None if start_up_ms is None else max(0, min(begun, default=now_ms) + start_up_ms - now_ms)
         return Outlook(0, 0, left_ms)
-    waiting, waits, per_ms = ahead, [], 0.0
+    waiting, free, waits, per_ms = 0, 0, [], 0.0
     each_ahead = -(-ahead // len(ready))
     for each in ready:
         report, slots = each.report, max(1, each.report.slots)
@@ -77,12 +79,14 @@ def outlook(
         gone = int(max(0, now_ms - each.seen_ms) * slots / report.service_ms) if report.service_ms > 0 else 0
         over = max(report.running, total(report, topic, ends) - gone) - slots
         waiting += max(0, over)
+        free += max(0, -over)
         over += each_ahead
         if over < 0:
             waits.append(0)
         elif report.service_ms > 0:
             waits.append(math.ceil((over + 1) * report.service_ms / slots))
-    return Outlook(len(ready), waiting, min(waits, default=None), per_ms)
+    waiting += max(0, ahead - free)
+    return Outlook(len(ready), waiting, min(waits, default=None), per_ms, max(0, free - ahead))
 
 
 def service_ms(workers: Iterable[SeenWorker], now_ms: int, stale_ms: int = STALE_MS) -> float:

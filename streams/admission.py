@@ -212,12 +212,12 @@ class Admission:
             if await self._asked_before(asked, accounts, trace):
                 return
             try:
-                async with self._judge.decided(asked, accounts, size) as (case, found):
+                async with (deciding := self._judge.decided(asked, accounts, size)) as (case, found):
                     if not self._ledgers.current(asked.source.partition, accounts):
                         return  # whoever has the partition now decides
                     if found is not None:
                         await self._refusals.reject(verdicts.rejected(case, found), case.grant, trace)
-                    elif (refusal := await self._letting_in.admit(case, accounts, trace)) is not None:
+                    elif (refusal := await self._letting_in.admit(case, accounts, trace, deciding.left)) is not None:
                         await self._refusals.take_back(verdicts.rejected(case, refusal), case.grant, trace)
                     return
             except Unwanted:

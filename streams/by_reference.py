@@ -72,6 +72,7 @@ class ByReference:
             log.warning("too many ask with one id", request_id=reference.request_id, tenant=asked.grant.tenant)
             return None
         finally:
+            self._turnstile.give_back(asked.source)
             if claim is not None:
                 claim.end()
 
@@ -89,6 +90,8 @@ class ByReference:
         decided_now = self._deciding.held(id_name(tenant, name))
         first = found[1] is None and not decided_now and self._turnstile.holds(tenant, name) is None
         self._turnstile.park_unread(asked, size, roomy=self._roomy(asked), first=first)
+        if first:
+            self._turnstile.reserve(asked)
         return True
 
     def _roomy(self, asked: Case) -> bool:

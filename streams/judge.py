@@ -55,13 +55,13 @@ class Judge:
         self._slots = slots
         self._waiting: Counter[str] = Counter()
 
-    def decided(self, case: Case, accounts: Accounts, size: int) -> AbstractAsyncContextManager[cases.Verdict]:
+    def decided(self, case: Case, accounts: Accounts, size: int) -> Decided:
         """What all checks say of a case. The last of them have just been made when it is entered: nothing came between.
 
-        While in it the request counts among those of its tenant that wait for a worker. `size` is the bytes of its record. Entering raises what
-        `Turnstile.enter` does.
+        While in it, or until it is `left`, the request counts among those of its tenant that wait for a worker. `size` is the bytes of its
+        record. Entering raises what `Turnstile.enter` does.
         """
-        return _Decided(self._entered(case, accounts, size), self._after, self._turnstile.leave)
+        return Decided(self._entered(case, accounts, size), self._after, self._turnstile.leave)
 
     async def _entered(self, asked: Case, accounts: Accounts, size: int) -> cases.Verdict:
         """A case through the turnstile. While it waited there its tenant, its key or the stable version may have changed: then it is judged anew."""
@@ -110,6 +110,7 @@ class Judge:
         began_s = time.perf_counter()
         case = await self._cache.look_up(verdicts.named_for_cache(case))
         began_s = _took(began_s, "look up")
+        case = self._turnstile.placed(case)
         verdict = cases.judge(case, self._world, PLACING)
         _took(began_s, "after tokenising")
         verdict = await self._once_more(case, verdict, PLACING)
@@ -171,7 +172,7 @@ class Judge:
         return cases.prepared(case, inputs, tokenizer.vocab_size)
 
 
-class _Decided(AbstractAsyncContextManager[cases.Verdict]):
+class Decided(AbstractAsyncContextManager[cases.Verdict]):
     """Every request enters one: a generator would cost more."""
 
     __slots__ = ("_after", "_entering", "_inside", "_leave")
@@ -198,8 +199,13 @@ class _Decided(AbstractAsyncContextManager[cases.Verdict]):
         return found
 
     async def __aexit__(self, *_: object) -> None:
+        self.left()
+
+    def left(self) -> None:
+        """The request counts elsewhere, or nowhere any more; only the first time says anything."""
         if self._inside is not None:
             self._leave(self._inside)
+            self._inside = None
 
 
 def _only_what_runs(refusal: Refusal | None) -> bool:

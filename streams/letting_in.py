@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import structlog
@@ -63,8 +64,9 @@ class LettingIn:
         self._refusals = refusals
         self._patience = patience
 
-    async def admit(self, case: Case, accounts: Accounts, trace: Headers) -> Refusal | None:
-        """A request that passed all checks: why it isn't let in after all, or None. Raises TooLateError.
+    async def admit(self, case: Case, accounts: Accounts, trace: Headers, counts: Callable[[], None]) -> Refusal | None:
+        """A request that passed all checks: why it isn't let in after all, or None. `counts` is called when it does, in its ledger. Raises
+        TooLateError.
 
         No pause between the checks and the reservation: the next request is judged with it.
         """
@@ -76,6 +78,7 @@ class LettingIn:
         if entry is None:
             self._world.placed(topic, partition)
             self._cache.went(scheduled, partition)
+        counts()
         work_of, is_told = _caused(scheduled, admitted, entry, case.cached_ms or 0), False
         try:
             value = await self._producer.encoded(admitted)

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from decisions import admission as rules
-from decisions import capacity, cases
+from decisions import capacity, cases, places
 from decisions import turnstile as turns
 from decisions.accounts import Accounts
 from decisions.cases import Case, Refusal
+from decisions.places import Places
 from decisions.queues import pool_name
 from decisions.revocation import good_keys
 from infra import metrics
@@ -95,6 +96,7 @@ class Turnstile:
         self._by_id: dict[tuple[str, str], _Held] = {}
         self._of_partition: Counter[int] = Counter()
         self._bytes_of_partition: Counter[int] = Counter()
+        self._places = Places()
         self._tenants: dict[str, TenantChanged | None] = {}
         self._looked_s = 0.0
         self._looking: asyncio.Task[None] | None = None
@@ -110,20 +112,20 @@ class Turnstile:
         """
         version = case.routed
         place, tenant = (version.model, version.version), case.grant.tenant
-        if called := self._called(case, place):
+        if (called := self._called(case, place)) or self._places.has(case.source, place):
             case = replace(case, placed=True)
-        ahead = self._waiting(place, tenant, called=called)
-        if not ahead and self._opens(place, version, tenant, accounts):
-            self._count(place, tenant)
+        if not self._waiting(place, tenant, called=called) and self._opens(place, version, tenant, accounts):
+            self._count(place, case)
+            self._take(place, case)
             return case, None
-        dated = rules.check_deadline(case, self._world)
+        dated = rules.check_deadline(replace(case, ahead=self._ahead(place, case, called=called)), self._world)
         assert isinstance(dated, Case)
         if self._parking is not None and not called and self._parked_before(case):
             self._look_after()
             raise self._parking.park(case, place, size, dated.deadline_ms)
         if (refusal := self._too_many(case, size)) is not None:
             return cases.refuse(case, "turn", refusal)
-        if isinstance(late := rules.check_wait(replace(dated, ahead=ahead), self._world), Refusal):
+        if isinstance(late := rules.check_wait(dated, self._world), Refusal):
             return cases.refuse(case, "turn", late)
         if self._parking is not None and not called and self._far_back(place, tenant, case.source.partition):
             self._look_after()
@@ -182,15 +184,49 @@ class Turnstile:
             return
         if first and case.version is not None:
             lain = max(0, int(time.time() * 1000) - case.requested_ms)
-            asked = replace(case, waited_ms=lain, ahead=self._waiting(place, case.grant.tenant, called=False))
+            asked = replace(case, waited_ms=lain, ahead=self._ahead(place, case))
             if isinstance(late := rules.check_wait(asked, self._world), Refusal):
                 raise Unread(late)
         self._look_after()
         raise self._parking.park(case, place, size, deadline_ms)
 
+    def reserve(self, asked: Case) -> None:
+        """A new request that isn't read yet takes its place, if there is one and the log says where: `give_back` when it is decided, or won't be."""
+        source, version = asked.source, self._world.stable(asked.request.model)
+        if version is None or (
+            self._parking is not None and self._parking.lanes.called_at(source.partition, source.offset)
+        ):
+            return  # one that was parked has its place there
+        self._take((version.model, version.version), replace(asked, version=version))
+
+    def give_back(self, source: Position) -> None:
+        """What was asked there keeps no place that it has only taken."""
+        self._places.give_back(source)
+
+    def placed(self, case: Case) -> Case:
+        """A case that went through, before it is judged whether too many wait: whether it has a place, or else how many others have."""
+        place = case.routed.model, case.routed.version
+        if case.placed or not places.limited(case):
+            return case
+        if not self._places.has(case.source, place):
+            self._take(place, case)  # there may be room by now
+        if self._places.has(case.source, place):
+            return case.having(placed=True)
+        return case.having(ahead=self._ahead(place, case))
+
+    def _take(self, place: Version, case: Case) -> None:
+        """If there is room. Who is `placed` comes from the queue, and has its place in any case."""
+        if places.limited(case) and places.has_room(replace(case, ahead=self._ahead(place, case)), self._world):
+            self._places.take(case.source, place)
+
+    def _ahead(self, place: Version, case: Case, *, called: bool = False) -> int:
+        """How many have a place before a case that comes now, or is `called`, and aren't in the queue."""
+        return self._places.others(case.source, place) + self._waiting(place, case.grant.tenant, called=called)
+
     def leave(self, case: Case) -> None:
         """A request that went through is decided: from now on its ledger tells whether it waits."""
         version = case.routed
+        self._places.give_back(case.source)
         inside = self._inside.get((version.model, version.version))
         if inside is not None:
             inside[case.grant.tenant] -= 1
@@ -235,7 +271,7 @@ class Turnstile:
             return None
         text = f"{own} requests of this tenant wait for the model `{case.routed.model}` already. Try again later."
         beside = len(self._held.get(place, ())) or 1  # as many of each begin
-        return Refusal(Reason.OVERLOADED, text, "model", rules.room_in_ms(rules.outlook(case, self._world), beside))
+        return Refusal(Reason.OVERLOADED, text, "model", places.room_in_ms(places.outlook(case, self._world), beside))
 
     # --- who is held -------------------------------------------------------------------------------------------------
 
@@ -248,6 +284,7 @@ class Turnstile:
             before -= 1  # what was read again may come in another order
         lane.insert(before, held)
         self._by_id[case.grant.tenant, case.request.request_id] = held
+        self._places.give_back(case.source)  # it is counted here now
         self._of_partition[partition] += 1
         self._bytes_of_partition[partition] += held.size
         metrics.HELD_BACK.labels(self._tier).set(len(self._by_id))
@@ -335,7 +372,7 @@ class Turnstile:
                 keys = good_keys(seen)
                 for held in [held for held in self._by_id.values() if held.case.grant.tenant == tenant]:
                     if held.case.grant.key_id not in keys and not held.turn.done():
-                        self._count((held.case.routed.model, held.case.routed.version), tenant)
+                        self._count((held.case.routed.model, held.case.routed.version), held.case)
                         held.end(True)  # it is judged anew
                 if self._parking is not None:
                     self._parking.lanes.hurry(tenant, lambda stub, keys=keys: stub.key_id not in keys)  # type: ignore[misc]
@@ -356,14 +393,15 @@ class Turnstile:
                 elif self._opens(place, first.case.routed, tenant, first.accounts):
                     lane.popleft()
                     lanes.move_to_end(tenant)
-                    self._count(place, tenant)
+                    self._count(place, first.case)
+                    self._places.take(first.case.source, place)
                     first.end(True)
                     went = True
         if not lanes:
             self._held.pop(place, None)
 
-    def _count(self, place: Version, tenant: str) -> None:
-        self._inside[place][tenant] += 1
+    def _count(self, place: Version, case: Case) -> None:
+        self._inside[place][case.grant.tenant] += 1
 
     def _opens(self, place: Version, version: ModelVersionRegistered, tenant: str, accounts: Accounts) -> bool:
         inside = self._inside[place]

@@ -21,7 +21,7 @@ def seen(workers: list[Seen], ends: dict[int, int] | None = None, start_up_ms: i
 
 def test_with_a_free_slot_there_is_no_wait() -> None:
     busy, free = worker("a", {0: 0}, slots=1, service_ms=9_000), worker("b", {1: 0}, slots=4, service_ms=9_000)
-    assert seen([busy, free], {0: 5, 1: 3}) == Outlook(2, 4, 0, 5 / 9_000)
+    assert seen([busy, free], {0: 5, 1: 3}) == Outlook(2, 4, 0, 5 / 9_000, free=1)
 
 
 def test_so_many_have_begun_when_as_many_have_ended() -> None:
@@ -96,7 +96,7 @@ def test_a_worker_that_has_just_fallen_silent_may_live() -> None:
 
 def test_what_has_ended_since_the_report_is_gone() -> None:
     old = worker("a", {0: 0}, slots=4, service_ms=50, seen_ms=NOW - 900)
-    assert seen([old], {0: 72}) == Outlook(1, 0, 0, 0.08)
+    assert seen([old], {0: 72}) == Outlook(1, 0, 0, 0.08, free=4)
     assert seen([worker("a", {0: 0}, slots=4, running=4, service_ms=50, seen_ms=NOW - 900)], {0: 72}).wait_ms == 13
 
 

@@ -116,16 +116,14 @@ async def test_what_is_parked_is_let_in_in_its_order_read_from_wherever_it_is(ba
 async def test_a_full_queue_takes_no_more_and_who_has_a_place_in_it_keeps_it(
     batch: Agent, kafka: KafkaSettings, depth: int
 ) -> None:
-    """Wherever the last of them are: before workers, held back, or parked."""
+    """Wherever the last of them are: before workers, held back, or parked; the very last is still fetched when others come."""
     async with open_site(kafka, BATCH, slots=SLOTS, max_queue_depth={BATCH: depth}) as site:
-        placed = [await site.ask() for _ in range(min(depth, ALONE))]
+        placed = [await site.ask() for _ in range(min(depth - 1, ALONE))]
         for rid in placed:
             await site.of(LIFECYCLE, InferenceAdmitted, rid)
-        parks = depth > ALONE + HELD_OF_LANE_MAX  # what is only held back may overtake what is being fetched
-        placed += [await site.ask() for _ in range(depth - len(placed) - parks)]
-        if parks:
-            placed.append(await by_reference(batch, site))
-            await by_reference(batch, site, placed[-1])  # a refusal would end the first's stream
+        placed += [await site.ask() for _ in range(depth - len(placed) - 1)]
+        placed.append(await by_reference(batch, site))
+        await by_reference(batch, site, placed[-1])  # a refusal would end the first's stream
         for rid in (await site.ask(), await by_reference(batch, site), await site.ask()):
             refusal = await site.of(TOKENS, InferenceRejected, rid)
             assert (refusal.reason, refusal.param) == ("overloaded", "model")
