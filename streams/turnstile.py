@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from decisions import admission as rules
@@ -23,11 +23,11 @@ from decisions.cases import Case, Refusal
 from decisions.places import Places
 from decisions.queues import pool_name
 from decisions.revocation import good_keys
-from infra import metrics
 from schemas.events import ModelVersionRegistered, Position, Reply, TenantChanged
 from schemas.reasons import Reason
 from schemas.topics import DAY_MS, INTERACTIVE, requests_topic
 from streams.faust_shell import LeftUndone
+from streams.held import Held, HeldBack, Version
 from streams.large import Unread
 from streams.parking import Parking
 from streams.world import LiveWorld
@@ -47,8 +47,6 @@ UNREAD = "", ""
 FORCE_LOOK_S = 1.0
 """So often it is looked whether all that wait may still ask."""
 
-Version = tuple[str, str]
-
 
 class Reading(Protocol):
     """What the turnstile needs of whoever hands on records."""
@@ -66,20 +64,6 @@ class Waiting:
     reply: Reply
 
 
-@dataclass(eq=False)
-class _Held:
-    """A request that waits for its turn."""
-
-    case: Case
-    accounts: Accounts
-    size: int
-    turn: asyncio.Future[bool] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def end(self, goes_on: bool) -> None:
-        if not self.turn.done():
-            self.turn.set_result(goes_on)
-
-
 class Turnstile:
     """One tier's. `enter` before a request is decided, `leave` once it counts in its ledger or is refused."""
 
@@ -91,11 +75,8 @@ class Turnstile:
         self._topic = requests_topic(tier)
         self._stale_ms = stale_ms
         self.reading: Reading | None = None
-        self._held: dict[Version, OrderedDict[str, deque[_Held]]] = {}
+        self._held = HeldBack(tier)
         self._inside: defaultdict[Version, Counter[str]] = defaultdict(Counter)
-        self._by_id: dict[tuple[str, str], _Held] = {}
-        self._of_partition: Counter[int] = Counter()
-        self._bytes_of_partition: Counter[int] = Counter()
         self._places = Places()
         self._tenants: dict[str, TenantChanged | None] = {}
         self._looked_s = 0.0
@@ -149,21 +130,17 @@ class Turnstile:
 
     def _waiting(self, place: Version, tenant: str, *, called: bool) -> int:
         """How many of a lane wait, before one that is `called` or comes now."""
-        own = self._held_of(place, tenant)
+        own = self._held.count(place, tenant)
         return own if called or self._parking is None else own + self._parking.lanes.behind(place, tenant)
-
-    def _held_of(self, place: Version, tenant: str) -> int:
-        lanes = self._held.get(place)
-        return len(lanes.get(tenant, ())) if lanes is not None else 0
 
     def _far_back(self, place: Version, tenant: str, partition: int) -> bool:
         """Whether one that comes now is only parked: its lane has others that are, or enough is held."""
         assert self._parking is not None
         return (
             self._parking.lanes.behind(place, tenant) > 0
-            or self._of_partition[partition] >= HELD_OF_PARTITION_MAX
-            or self._bytes_of_partition[partition] >= HELD_OF_PARTITION_BYTES_MAX
-            or self._held_of(place, tenant) >= HELD_OF_LANE_MAX
+            or self._held.of_partition(partition) >= HELD_OF_PARTITION_MAX
+            or self.full(partition)
+            or self._held.count(place, tenant) >= HELD_OF_LANE_MAX
         )
 
     def park_unread(self, case: Case, size: int, *, roomy: bool, first: bool) -> None:
@@ -238,7 +215,10 @@ class Turnstile:
         if self._closed:
             raise LeftUndone
         began_s = time.monotonic()
-        waiting = self._hold(_Held(case, accounts, size))
+        waiting = Held(case, accounts, size)
+        self._held.add(waiting)
+        self._places.give_back(case.source)  # it is counted there now
+        self._look_after()
         try:
             async with self.reading.aside():
                 with suppress(TimeoutError):
@@ -250,7 +230,7 @@ class Turnstile:
                 self.leave(case)
             raise
         finally:
-            self._let_go(waiting)
+            self._held.remove(waiting)
         waited_ms = int((time.monotonic() - began_s) * 1000)
         if not waiting.turn.done():
             late = Refusal(Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text)
@@ -265,55 +245,24 @@ class Turnstile:
         if self._tier != INTERACTIVE:
             return None
         place = case.routed.model, case.routed.version
-        own = self._held_of(place, case.grant.tenant)
-        full = len(self._by_id) >= HELD_MAX or sum(self._bytes_of_partition.values()) + size > HELD_BYTES_MAX
+        own = self._held.count(place, case.grant.tenant)
+        full = len(self._held) >= HELD_MAX or self._held.bytes + size > HELD_BYTES_MAX
         if own < HELD_OF_TENANT_MAX and not full:
             return None
         text = f"{own} requests of this tenant wait for the model `{case.routed.model}` already. Try again later."
-        beside = len(self._held.get(place, ())) or 1  # as many of each begin
+        beside = len(self._held.tenants(place)) or 1  # as many of each begin
         return Refusal(Reason.OVERLOADED, text, "model", places.room_in_ms(places.outlook(case, self._world), beside))
 
-    # --- who is held -------------------------------------------------------------------------------------------------
-
-    def _hold(self, held: _Held) -> _Held:
-        case = held.case
-        place, partition = (case.routed.model, case.routed.version), case.source.partition
-        lane = self._held.setdefault(place, OrderedDict()).setdefault(case.grant.tenant, deque())
-        before = len(lane)
-        while before and lane[before - 1].case.source.offset > case.source.offset:
-            before -= 1  # what was read again may come in another order
-        lane.insert(before, held)
-        self._by_id[case.grant.tenant, case.request.request_id] = held
-        self._places.give_back(case.source)  # it is counted here now
-        self._of_partition[partition] += 1
-        self._bytes_of_partition[partition] += held.size
-        metrics.HELD_BACK.labels(self._tier).set(len(self._by_id))
-        self._look_after()
-        return held
+    # --- who waits ---------------------------------------------------------------------------------------------------
 
     def _look_after(self) -> None:
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
 
-    def _let_go(self, held: _Held) -> None:
-        case = held.case
-        place, tenant, partition = (case.routed.model, case.routed.version), case.grant.tenant, case.source.partition
-        lanes = self._held.get(place, OrderedDict())
-        if held in (lane := lanes.get(tenant, deque())):
-            lane.remove(held)
-        if not lane:
-            lanes.pop(tenant, None)
-        if not lanes:
-            self._held.pop(place, None)
-        self._by_id.pop((tenant, case.request.request_id), None)
-        self._of_partition[partition] -= 1
-        self._bytes_of_partition[partition] -= held.size
-        metrics.HELD_BACK.labels(self._tier).set(len(self._by_id))
-
     def holds(self, tenant: str, request_id: str) -> Waiting | None:
         """A request that waits and goes on waiting, if there is such a one."""
-        held = self._by_id.get((tenant, request_id))
-        if held is not None and not held.turn.done():
+        held = self._held.find(tenant, request_id)
+        if held is not None:
             return Waiting(held.case.routed.model, held.case.source, held.case.grant.reply)
         stub = self._parking.lanes.find(tenant, request_id) if self._parking is not None else None
         if stub is None:
@@ -322,13 +271,13 @@ class Turnstile:
 
     def full(self, partition: int) -> bool:
         """Whether what is held of a partition takes as much memory as it may."""
-        return self._bytes_of_partition[partition] >= HELD_OF_PARTITION_BYTES_MAX
+        return self._held.bytes_of(partition) >= HELD_OF_PARTITION_BYTES_MAX
 
     def cancel(self, tenant: str, request_id: str) -> bool:
         """A request that waits isn't wanted any more: whether there is such a one. Nothing is decided of it."""
         parked = self._parking is not None and self._parking.cancel(tenant, request_id)
-        held = self._by_id.get((tenant, request_id))
-        if held is None or held.turn.done():
+        held = self._held.find(tenant, request_id)
+        if held is None:
             return parked
         held.turn.set_exception(Unwanted())
         return True
@@ -338,67 +287,57 @@ class Turnstile:
     async def _look(self) -> None:
         """While any wait: lets in whose turn it is. The log tells of turns at its own pace, so it is looked at regularly."""
         parking = self._parking
-        while self._held or (parking is not None and parking.busy):
+        while self._held.places() or (parking is not None and parking.busy):
             if (now_s := time.monotonic()) > self._looked_s + FORCE_LOOK_S:
                 self._looked_s = now_s
                 self._see_who_may_ask()
-            for place in list(self._held):
+            for place in self._held.places():
                 self._let_in(place)
             if parking is not None:
                 parking.look(self._wants)
             await asyncio.sleep(LOOK_S)
-            if parking is not None and not (self._held or parking.busy):
+            if parking is not None and not (self._held.places() or parking.busy):
                 await parking.rest()
 
     def _wants(self, place: Version, tenant: str, partition: int, called: int) -> int:
         """How many more of a lane are to be read again, to be held."""
         if place == UNREAD:
             return FEW_HELD - called
-        at_hand = self._held_of(place, tenant) + called
+        at_hand = self._held.count(place, tenant) + called
         if self.full(partition):
             return 1 - at_hand
-        if self._of_partition[partition] >= HELD_OF_PARTITION_MAX:
+        if self._held.of_partition(partition) >= HELD_OF_PARTITION_MAX:
             return FEW_HELD - at_hand
         return HELD_OF_LANE_MAX - at_hand if at_hand < LOW_LANE else 0
 
     def _see_who_may_ask(self) -> None:
         """Who may ask no more needn't wait to hear so."""
-        waiting = {tenant for lanes in self._held.values() for tenant in lanes}
+        waiting = set(self._held.waiting())
         if self._parking is not None:
             waiting |= self._parking.lanes.tenants()
         before, self._tenants = self._tenants, {tenant: self._world.tenant(tenant) for tenant in waiting}
         for tenant, seen in self._tenants.items():
             if tenant not in before or before[tenant] is not seen:
                 keys = good_keys(seen)
-                for held in [held for held in self._by_id.values() if held.case.grant.tenant == tenant]:
+                for held in [held for held in self._held.all() if held.case.grant.tenant == tenant]:
                     if held.case.grant.key_id not in keys and not held.turn.done():
-                        self._count((held.case.routed.model, held.case.routed.version), held.case)
+                        self._count(held.place, held.case)
                         held.end(True)  # it is judged anew
                 if self._parking is not None:
                     self._parking.lanes.hurry(tenant, lambda stub, keys=keys: stub.key_id not in keys)  # type: ignore[misc]
 
     def _let_in(self, place: Version) -> None:
         """One of each tenant in turn, for as long as any may."""
-        lanes = self._held[place]
         went = True
         while went:
             went = False
-            for tenant in list(lanes):
-                lane = lanes[tenant]
-                while lane and lane[0].turn.done():
-                    lane.popleft()
-                first = lane[0] if lane else None
-                if first is None:
-                    del lanes[tenant]
-                elif self._opens(place, first.case.routed, tenant, first.accounts):
-                    lane.popleft()
-                    lanes.move_to_end(tenant)
+            for tenant in list(self._held.tenants(place)):
+                first = self._held.first(place, tenant)
+                if first is not None and self._opens(place, first.case.routed, tenant, first.accounts):
                     self._count(place, first.case)
                     self._places.take(first.case.source, place)
-                    first.end(True)
+                    self._held.go_on(first)
                     went = True
-        if not lanes:
-            self._held.pop(place, None)
 
     def _count(self, place: Version, case: Case) -> None:
         self._inside[place][case.grant.tenant] += 1
@@ -415,10 +354,10 @@ class Turnstile:
         )
         if self._tier != INTERACTIVE:  # whose requests come in whatever the backlog is
             seen = turns.Pool(seen.window, seen.backlog + inside.total())
-        at_most = 1 + len(self._held.get(place, ())) + len(inside) + self._world.queueing_at_most(pool_name(*place))
+        at_most = 1 + len(self._held.tenants(place)) + len(inside) + self._world.queueing_at_most(pool_name(*place))
         if turns.opens(self._tier, seen, queued, at_most):
             return True  # with fewer tenants a part is larger: nobody needs to count them
-        tenants = {tenant, *self._held.get(place, ()), *inside, *self._world.queueing(pool_name(*place))}
+        tenants = {tenant, *self._held.tenants(place), *inside, *self._world.queueing(pool_name(*place))}
         percent = capacity.reserved_percent(rules.quotas_of(tenant, self._tier, self._world), self._tier, version.model)
         return turns.opens(self._tier, seen, queued, len(tenants), percent)
 
@@ -429,7 +368,7 @@ class Turnstile:
         gone = set(partitions)
         if self._parking is not None:
             self._parking.revoked(gone)
-        for held in list(self._by_id.values()):
+        for held in self._held.all():
             if held.case.source.partition in gone:
                 held.end(False)
 
@@ -437,12 +376,12 @@ class Turnstile:
         """These are ours now, and no others."""
         if self._parking is not None:
             self._parking.assigned(partitions)
-        self.revoked({held.case.source.partition for held in self._by_id.values()} - set(partitions))
+        self.revoked({held.case.source.partition for held in self._held.all()} - set(partitions))
 
     def close(self) -> None:
         """Hold nothing any more: what is held stays in the log."""
         self._closed = True
-        for held in list(self._by_id.values()):
+        for held in self._held.all():
             held.end(False)
 
 
