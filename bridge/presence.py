@@ -1,4 +1,4 @@
-"""Tells `doors` that this front door is there, every second while it has calls open, so that admission knows whose callers may still listen."""
+"""Tells `doors` that this front door is there, five times a second while it has calls open, so that admission knows whose callers may still listen."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from infra.log import EventProducer
 from schemas.events import FrontDoorSeen, InferenceRequested
 from schemas.topics import DOORS
 
-BEAT_S = 1.0
-SPACING_S = 0.2
+BEAT_S = 0.2
+TOLD_S = 1.0
+"""The log has so long to take a word."""
+SPACING_S = 0.1
 """Whoever comes back is told of at once, but no sooner after the last word than this."""
-QUIET_BEATS = 4
+QUIET_BEATS = 10
 """So often it is told when nothing is open any more: that others are silent meanwhile is known by it."""
 ADOPTED_MAX = 16_384
 """So many streams are told of: more than a front door holds by its own limit, and fewer than a record takes."""
@@ -68,7 +70,7 @@ class Presence:
         """Nobody waits for the log's word: what it doesn't take in time is old news."""
         event = FrontDoorSeen(self.door, tuple(sorted(self._adopted())[:ADOPTED_MAX]))
         try:
-            async with asyncio.timeout(BEAT_S):
+            async with asyncio.timeout(TOLD_S):
                 await self._producer.send(DOORS, event, key=self.door)
         except Exception as error:  # whatever the client raises, the next word may be taken
             _log.warning("the log was not told that this front door is there", error=repr(error))

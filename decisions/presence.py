@@ -1,6 +1,6 @@
 """Which front doors are there, and which open requests nobody watches any more: those yield their slots to their tenant's next.
 
-A front door says every second that it is there, as long as it has calls open. Its request is orphaned when neither it nor a door at which the
+A front door says five times a second that it is there, as long as it has calls open. Its request is orphaned when neither it nor a door at which the
 caller has come back has been heard for `SILENT_MS`, by the log's own time, while others were: what is silent together with everybody else
 is no sign, for then the log was away. So nothing depends on when this is read, and a reader that was stopped takes nobody for gone
 who isn't. A door that was never heard isn't gone.
@@ -17,11 +17,11 @@ from decisions.ledger_rows import Open
 from schemas.events import FrontDoorSeen
 from schemas.topics import HOUR_MS, MINUTE_MS
 
-SILENT_MS = 3_000
+SILENT_MS = 1_000
 """Who was unheard for longer, while others were heard, is gone."""
 FORGOTTEN_MS = 2 * HOUR_MS
 """A request runs no longer: nobody asks for a door after that."""
-GAP_MS = 2_000
+GAP_MS = 700
 """A longer time without a word from anybody tells nothing: whoever was heard before is judged anew from its end on."""
 DOOR_CHARS_MAX = 16
 """A door's name is no longer, so that a ledger's rows keep their size; a longer one is a direct producer's invention, and ignored."""

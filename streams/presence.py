@@ -33,11 +33,11 @@ from streams.outbox import Outgoing, cut_short, deliver
 if TYPE_CHECKING:
     from streams.world import LiveWorld
 
-UNSURE_WAIT_S = SILENT_MS / 1000 + 2.0
+UNSURE_WAIT_S = SILENT_MS / 1000 + 1.0
 """So long a request waits at most to know who is gone: the time of silence, from a door's last word on and until the next of another is read."""
 ENDING_WAIT_S = 5.0
 """How long the ending of what was cancelled may take to be told."""
-LOOK_S = 0.2
+LOOK_S = 0.1
 
 log = structlog.get_logger("streams.presence")
 

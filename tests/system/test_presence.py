@@ -28,9 +28,9 @@ from tests.system.test_quotas import GIVEN_BACK_S, body, post, served_soon, tena
 from tests.system.test_resume import Door, ids
 
 pytestmark = pytest.mark.timeout(240)
-SOON_S = 10.0
-"""Far sooner than the answers here end by themselves; by the rule it is 5 s at most, and the next call's own time."""
-SILENT_S = 6.0
+SOON_S = 6.0
+"""Far sooner than the answers here end by themselves; by the rule it is little over a second, and the next call's own time."""
+SILENT_S = 4.0
 """Longer than a front door that is there is ever silent."""
 CONTINUE = {"X-Headrace-On-Disconnect": "continue"}
 _numbers = itertools.count()
