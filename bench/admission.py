@@ -5,7 +5,7 @@ reports of a few are written every second (`bench.reports`), which place each re
 `requests_per_s_per_core` is what was let in over the process's own CPU time, so that whoever else needs the machine's cores doesn't
 count; latency is between the broker's stamps of the request and of its work. The peer is a process that copies records and decides
 nothing (`bench.relay`): what Kafka's client costs by itself. A second process then takes half of the partitions: what a request costs of
-the cores' time with two is compared with what it costs with one.
+the cores' time with two is compared with what it costs with one. So is one process with other counts of partitions, each on a log of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 
 import httpx
@@ -41,7 +43,16 @@ from schemas.errors import HeadraceError
 from schemas.events import InferenceRequested, InferenceScheduled, Message, Quota, Reply, Sampling
 from schemas.ids import request_id
 from schemas.reasons import Reason
-from schemas.topics import GRANT_HEADER, HOUR_MS, INTERACTIVE, TOKENS, TopicSpec, requests_topic, work_topic
+from schemas.topics import (
+    GRANT_HEADER,
+    HOUR_MS,
+    INTERACTIVE,
+    TOKENS,
+    PartitionCounts,
+    TopicSpec,
+    requests_topic,
+    work_topic,
+)
 
 PEER = "a relay that decides nothing"
 MODEL, VERSION, CONTEXT = "scripted", "1", 8192
@@ -60,6 +71,8 @@ PROMPT = (
 )
 WARM_UP, AT_MAX, AT_HALF_S = 6_000, 12_000, 10
 QUICK_SHARE = 10
+PARTITIONS = (1, 16)
+"""Of requests, beside the usual number."""
 RATE_PER_S = 750
 """Half of the aim."""
 AIM_PER_S, AIM_P99_MS = 1_500.0, 15.0
@@ -81,27 +94,24 @@ async def run(as_json: bool, *, quick: bool = False) -> int:
     before, share = conditions(), QUICK_SHARE if quick else 1
     model = ModelEntry(MODEL, VERSION, "scripted", "scripted", CONTEXT, slots=SLOTS, workers=0, cache=CACHE)
     env = {"HEADRACE_GRANT_SECRET": secrets.token_hex(32)}
-    async with private_stack((model,), env) as stack:
-        producer = EventProducer(stack.kafka, "bench")
-        await producer.start()
-        try:
-            load = Load(stack, producer, await _grants(stack.kafka, env["HEADRACE_GRANT_SECRET"]), share)
-            for name in ("endings", "lifecycle", "bridge", "admission-batch"):
-                await stack.supervisor.stop(name)
-            async with reported(stack.kafka, producer, (MODEL, VERSION, INTERACTIVE), SLOTS):
-                ours = await load.measure((ADMISSION,), requests_topic(INTERACTIVE), WORK)
-                steps = await _steps_us(f"http://127.0.0.1:{stack.ops_ports[ADMISSION]}/metrics")
-                await stack.supervisor.start(stack.admission_spec(SECOND, INTERACTIVE))
-                shared = await load.at_max((ADMISSION, SECOND), WORK)
-            for name in (ADMISSION, SECOND):
-                await stack.supervisor.stop(name)
-            await ensure(stack.kafka, [TopicSpec(COPIES, 8, "tenant", HOUR_MS)])
-            relay = ("-m", "bench.relay", stack.kafka.bootstrap, requests_topic(INTERACTIVE), COPIES)
-            await stack.supervisor.start(ChildSpec("relay", (sys.executable, *relay)))
-            theirs = await load.measure(("relay",), requests_topic(INTERACTIVE), COPIES)
-        finally:
-            await producer.stop()
-    show(_rows(ours, theirs, shared), as_json=as_json, title=f"One admission process, everything on ({before})")
+    async with _stack(model, env) as stack, _load(stack, env, share) as load:
+        async with load.reports():
+            ours = await load.measure((ADMISSION,), requests_topic(INTERACTIVE), WORK)
+            steps = await _steps_us(f"http://127.0.0.1:{stack.ops_ports[ADMISSION]}/metrics")
+            await stack.supervisor.start(stack.admission_spec(SECOND, INTERACTIVE))
+            shared = await load.at_max((ADMISSION, SECOND), WORK)
+        for name in (ADMISSION, SECOND):
+            await stack.supervisor.stop(name)
+        await ensure(stack.kafka, [TopicSpec(COPIES, 8, "tenant", HOUR_MS)])
+        relay = ("-m", "bench.relay", stack.kafka.bootstrap, requests_topic(INTERACTIVE), COPIES)
+        await stack.supervisor.start(ChildSpec("relay", (sys.executable, *relay)))
+        theirs = await load.measure(("relay",), requests_topic(INTERACTIVE), COPIES)
+    others = {}
+    for count in PARTITIONS:
+        async with _stack(model, env, count) as stack, _load(stack, env, share) as load, load.reports():
+            others[count] = await load.at_max((ADMISSION,), WORK)
+    rows = _rows(ours, theirs, shared) + _rows_of_partitions(ours, others)
+    show(rows, as_json=as_json, title=f"One admission process, everything on ({before})")
     _tell_where_it_goes(ours, theirs, steps)
     p99_ms = percentile(ours.waits_ms, 0.99)
     met = ours.per_core >= AIM_PER_S and p99_ms < AIM_P99_MS
@@ -121,6 +131,38 @@ def _rows(ours: Found, theirs: Found, shared: tuple[float, float]) -> list[Row]:
     ]
     rows += quantile_rows("latency", f"{RATE_PER_S}/s", ours.waits_ms, PEER, theirs.waits_ms)
     return rows
+
+
+def _rows_of_partitions(ours: Found, others: dict[int, tuple[float, float]]) -> list[Row]:
+    usual = f"{PartitionCounts().requests} partitions"
+    return [
+        row(metric, "requests/s", f"max, {_partitions(count)}", found[place], usual, (ours.per_core, ours.per_s)[place])
+        for count, found in others.items()
+        for place, metric in enumerate(("requests_per_s_per_core", "requests_per_s"))
+    ]
+
+
+def _partitions(count: int) -> str:
+    return f"{count} partition{'s' if count > 1 else ''}"
+
+
+def _stack(model: ModelEntry, env: dict[str, str], partitions: int | None = None) -> AbstractAsyncContextManager[Stack]:
+    """On a log whose requests have so many partitions, or the usual number."""
+    return private_stack((model,), env, {} if partitions is None else {"requests": partitions})
+
+
+@asynccontextmanager
+async def _load(stack: Stack, env: dict[str, str], share: int) -> AsyncIterator[Load]:
+    """The load for its admission, when what isn't measured has stopped."""
+    producer = EventProducer(stack.kafka, "bench")
+    await producer.start()
+    try:
+        grants = await _grants(stack.kafka, env["HEADRACE_GRANT_SECRET"])
+        for name in ("endings", "lifecycle", "bridge", "admission-batch"):
+            await stack.supervisor.stop(name)
+        yield Load(stack, producer, grants, share)
+    finally:
+        await producer.stop()
 
 
 def _tell_where_it_goes(ours: Found, theirs: Found, steps_us: dict[str, float]) -> None:
@@ -170,6 +212,10 @@ class Load:
         self._producer = producer
         self._grants = grants
         self._share = share
+
+    def reports(self) -> AbstractAsyncContextManager[None]:
+        """Within it there are reports of workers."""
+        return reported(self._stack.kafka, self._producer, (MODEL, VERSION, INTERACTIVE), SLOTS)
 
     async def measure(self, processes: tuple[str, ...], source: str, target: str) -> Found:
         """What processes that turn each record of `source` to one of `target` carry."""

@@ -1,6 +1,8 @@
-"""Streams of the scripted engine at a front door, for benchmarks in which one is ended from outside."""
+"""Streams at a front door, for benchmarks in which one is ended from outside, and what the scripted engine is asked there."""
 
 from __future__ import annotations
+
+import re
 
 import aiohttp
 import orjson
@@ -9,6 +11,7 @@ from schemas.errors import HeadraceError
 from schemas.reasons import Reason
 
 MODEL, CONTEXT = "scripted", 8192
+_TEXT = re.compile(rb'"text": ?"[^"]')
 
 
 def body(script: dict[str, object]) -> bytes:
@@ -18,9 +21,14 @@ def body(script: dict[str, object]) -> bytes:
 
 
 async def opened(session: aiohttp.ClientSession, url: str, script: dict[str, object]) -> aiohttp.ClientResponse:
-    """A stream that has begun: the first text has come of a script whose tokens are `x`. Raises HeadraceError if it ends before."""
-    answer = await session.post(f"{url}/v1/completions", data=body(script))
-    while b'"text":"x' not in (line := await answer.content.readline()):
+    """`begun` of a script."""
+    return await begun(session, url, body(script))
+
+
+async def begun(session: aiohttp.ClientSession, url: str, asked: bytes) -> aiohttp.ClientResponse:
+    """A stream of completions that has begun: its first text has come. Raises HeadraceError if it ends before."""
+    answer = await session.post(f"{url}/v1/completions", data=asked)
+    while not _TEXT.search(line := await answer.content.readline()):
         if not line:
             raise HeadraceError(Reason.UNAVAILABLE, f"a stream ended with {answer.status} before it had begun")
     return answer

@@ -17,15 +17,23 @@ from infra.ports import free_port
 
 
 @contextlib.asynccontextmanager
-async def private_stack(models: tuple[ModelEntry, ...], env: Mapping[str, str] | None = None) -> AsyncIterator[Stack]:
+async def private_stack(
+    models: tuple[ModelEntry, ...], env: Mapping[str, str] | None = None, partitions: Mapping[str, int] | None = None
+) -> AsyncIterator[Stack]:
     """Everything up with these models, embedded Kafka included; progress goes to standard error.
 
-    `env` is added to every process's environment. Artifacts must be directories or `scripted`: the data directory is new and empty.
+    `env` is added to every process's environment; `partitions` has fields of `PartitionCounts`. Artifacts must be directories or `scripted`: the data directory is new and empty.
     Raises HeadraceError if it doesn't come up. Call from the main thread's event loop.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", ignore_cleanup_errors=True) as directory:
         options = StackOptions(
-            Path(directory), models, kafka_port=0, port=free_port(), ops_ports_from=0, env=dict(env or {})
+            Path(directory),
+            models,
+            kafka_port=0,
+            port=free_port(),
+            ops_ports_from=0,
+            env=dict(env or {}),
+            partitions=partitions or {},
         )
         stack = Stack(options, Board(console(stderr=True)))
         try:

@@ -140,10 +140,9 @@ async def register_versions(
 
     Returns, for each version, what differs from an earlier registration of it.
     """
-    from infra.topics import ensure_model
+    from infra.topics import ensure_models
 
-    for version in versions:
-        await ensure_model(settings, version)
+    await ensure_models(settings, versions)
     found = await read_models(settings)
     events: list[tuple[str, Event]] = []
     changes: list[Changes] = []

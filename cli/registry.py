@@ -6,9 +6,10 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from schemas.errors import HeadraceError
@@ -193,13 +194,14 @@ def merged(one: TenantChanged, other: TenantChanged) -> TenantChanged:
     return replace(one, keys=by_age, disabled=one.disabled or other.disabled, quotas=ordered(one.quotas))
 
 
-async def ensure_all(settings: KafkaSettings, replication: int = 1) -> list[dict[str, Any]]:
-    """Makes the log's topics match: the core ones, and those of each registered model version."""
-    from infra.topics import ensure_core, ensure_model
+async def ensure_all(
+    settings: KafkaSettings, replication: int = 1, partitions: Mapping[str, int] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    """Makes the log's topics match: the core ones, and those of each registered model version. `partitions` names fields of `PartitionCounts`."""
+    from infra.topics import ensure_core, ensure_models
 
-    reports = await ensure_core(settings, replication=replication)
-    for version in (await read_models(settings)).versions.values():
-        reports += await ensure_model(settings, version, replication)
+    reports = await ensure_core(settings, partitions, replication)
+    reports += await ensure_models(settings, (await read_models(settings)).versions.values(), replication)
     return [
         {
             "topic": r.name,

@@ -61,7 +61,7 @@ class StackOptions:
     """What to start. `kafka` None starts the embedded broker on `kafka_port` (0: any free one).
 
     `ops_ports_from` is the first port for metrics and health, so that addresses stay the same from run to run; 0 takes any free ones. So is
-    `grpc_port_from` that for the front door's gRPC.
+    `grpc_port_from` that for the front door's gRPC. `partitions` has fields of `PartitionCounts`, for a new log.
     """
 
     data_dir: Path
@@ -73,6 +73,7 @@ class StackOptions:
     grpc_port_from: int = GRPC_PORT_FIRST
     ops_ports_from: int = OPS_PORT_FIRST
     env: Mapping[str, str] = field(default_factory=dict)
+    partitions: Mapping[str, int] = field(default_factory=dict)
 
 
 class Stack:
@@ -168,7 +169,7 @@ class Stack:
                 await self._start_broker(broker)
                 self.kafka = broker.settings
         with self.board.step("topics", f"checking them at {self.kafka.bootstrap}"):
-            await ensure_all(self.kafka)
+            await ensure_all(self.kafka, partitions=self.options.partitions)
         with self.board.step(f"tenant {TENANT}", "looking for its key"):
             grant_secret(self.options.data_dir)
             self.key = await default_key(self.kafka, key_file(self.options.data_dir))

@@ -18,6 +18,9 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, one doc
 _START = re.compile(r"beginning|end|-\d{1,9}")
 
 
+_FOR_A_NEW_LOG = "For a new log: one that is there keeps its own."
+
+
 @click.group()
 def topics() -> None:
     """Create, list and follow the log's topics."""
@@ -27,12 +30,20 @@ def topics() -> None:
 @click.option(
     "--replication", type=click.IntRange(1), default=1, show_default=True, help="Replicas of each new partition."
 )
+@click.option("--requests", type=click.IntRange(1), help=f"Partitions of what is keyed by tenant. {_FOR_A_NEW_LOG}")
+@click.option("--tokens", type=click.IntRange(1), help=f"Partitions of `tokens`. {_FOR_A_NEW_LOG}")
+@click.option("--answers", type=click.IntRange(1), help=f"Partitions of `answers`. {_FOR_A_NEW_LOG}")
 @JSON
-def ensure(replication: int, as_json: bool) -> None:
-    """Create what is missing, set what differs, and say what can't be put right."""
+def ensure(replication: int, requests: int | None, tokens: int | None, answers: int | None, as_json: bool) -> None:
+    """Create what is missing, set what differs, and say what can't be put right.
+
+    `--requests` is also how many admission processes of a tier can share its requests, and `--tokens` how many `endings` can.
+    """
     from cli.registry import ensure_all
 
-    reports = run_async(ensure_all(kafka_settings(), replication))
+    given = {"requests": requests, "tokens": tokens, "answers": answers}
+    partitions = {kind: count for kind, count in given.items() if count is not None}
+    reports = run_async(ensure_all(kafka_settings(), replication, partitions))
     if as_json:
         for report in reports:
             print_json(report)

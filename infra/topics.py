@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from aiokafka.admin import AIOKafkaAdminClient, NewPartitions, NewTopic
@@ -37,6 +38,8 @@ SEGMENT_MAX_MS = 7 * DAY_MS
 VISIBLE_WAIT_S = 15.0
 BEGIN_WAIT_S, BEGIN_LOOK_S = 5.0, 0.2
 POLL_S = 0.05
+CREATED_AT_ONCE = 50
+"""Topics that one request makes: brokers take a while for each."""
 _DYNAMIC_TOPIC_CONFIG = 1  # Kafka protocol, DescribeConfigs: the topic's own settings
 
 
@@ -92,24 +95,31 @@ async def ensure(
 
 
 async def ensure_core(
-    settings: KafkaSettings, counts: PartitionCounts | None = None, replication: int = 1
+    settings: KafkaSettings, named: Mapping[str, int] = MappingProxyType({}), replication: int = 1
 ) -> list[TopicReport]:
-    """`ensure` for the topics that exist whatever models are served."""
-    return await ensure(settings, core_topics(counts or PartitionCounts()), replication)
+    """`ensure` for the topics that exist whatever models are served. `named` has fields of `PartitionCounts`: what it doesn't name is as it is there."""
+    counts = PartitionCounts.of(await partition_counts(settings), named)
+    return await ensure(settings, core_topics(counts), replication)
 
 
 async def ensure_model(
-    settings: KafkaSettings, model_version: ModelVersionRegistered, replication: int | None = None
+    settings: KafkaSettings, version: ModelVersionRegistered, replication: int | None = None
 ) -> list[TopicReport]:
-    """`ensure` for a model version's work topics, which may grow: admission chooses their partitions itself."""
-    specs = model_topics(
-        model_version.model,
-        model_version.version,
-        model_version.tiers,
-        model_version.partitions,
-        max(model_version.default_timeout_ms, DAY_MS),
-    )
+    """`ensure_models` for one."""
+    return await ensure_models(settings, [version], replication)
+
+
+async def ensure_models(
+    settings: KafkaSettings, versions: Iterable[ModelVersionRegistered], replication: int | None = None
+) -> list[TopicReport]:
+    """`ensure` for model versions' work topics, which may grow: admission chooses their partitions itself."""
+    specs = [spec for version in versions for spec in _work_topics(version)]
     return await ensure(settings, specs, replication, grow=True)
+
+
+def _work_topics(version: ModelVersionRegistered) -> tuple[TopicSpec, ...]:
+    kept_ms = max(version.default_timeout_ms, DAY_MS)
+    return model_topics(version.model, version.version, version.tiers, version.partitions, kept_ms)
 
 
 async def ensure_tenant(
@@ -199,17 +209,16 @@ async def _await_visible(admin: AIOKafkaAdminClient, names: set[str]) -> dict[st
 
 
 async def _create(admin: AIOKafkaAdminClient, specs: list[TopicSpec], replication: int) -> list[TopicReport]:
-    if not specs:
-        return []
     new = [NewTopic(spec.name, spec.partitions, replication, topic_configs=topic_config(spec)) for spec in specs]
-    answer = (await admin.create_topics(new)).to_object()
     reports, partitions = [], {spec.name: spec.partitions for spec in specs}
-    for result in answer["topic_errors"]:
-        name, code = result["topic"], result["error_code"]
-        if code == 0:
-            reports.append(TopicReport(name, "created", partitions[name]))
-        elif code != TopicAlreadyExistsError.errno:  # another process was first: then it is checked like the rest
-            _refuse(f"the topic {name} can't be created", code, result.get("error_message"))
+    for start in range(0, len(new), CREATED_AT_ONCE):
+        answer = (await admin.create_topics(new[start : start + CREATED_AT_ONCE])).to_object()
+        for result in answer["topic_errors"]:
+            name, code = result["topic"], result["error_code"]
+            if code == 0:
+                reports.append(TopicReport(name, "created", partitions[name]))
+            elif code != TopicAlreadyExistsError.errno:  # another process was first: then it is checked like the rest
+                _refuse(f"the topic {name} can't be created", code, result.get("error_message"))
     return reports
 
 
@@ -283,6 +292,6 @@ def _refuse_mismatches(wanted: dict[str, TopicSpec], existing: dict[str, int]) -
     if wrong:
         raise HeadraceError(
             Reason.CONFLICT,
-            f"{'; '.join(wrong)}. A key's partition depends on the count: make the configured count match, "
+            f"{'; '.join(wrong)}. A key's partition depends on the count: name the count that is there, "
             "or drain the topic and create it anew",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -125,6 +126,16 @@ class PartitionCounts:
     requests: int = 4
     tokens: int = 8
     answers: int = 4
+
+    @classmethod
+    def of(cls, there: Mapping[str, int], named: Mapping[str, int]) -> PartitionCounts:
+        """Those that are `named`, by field; else those of the topics that are `there`, else the usual ones."""
+        found = {
+            kind: there[topic]
+            for kind, topic in (("requests", LIFECYCLE), ("tokens", TOKENS), ("answers", ANSWERS))
+            if topic in there
+        }
+        return cls(**{**found, **named})
 
 
 def core_topics(counts: PartitionCounts = PartitionCounts()) -> tuple[TopicSpec, ...]:

@@ -96,6 +96,12 @@ async def test_the_core_a_model_and_a_tenant_get_their_topics(kafka: KafkaSettin
     assert tenant.name.startswith("tokens.t")
 
 
+async def test_the_core_is_refused_other_partition_counts_than_it_has(kafka: KafkaSettings):
+    with pytest.raises(HeadraceError, match=r"^tokens has 8 partitions, not 9\. ") as caught:
+        await ensure_core(kafka, {"tokens": 9})
+    assert caught.value.reason is Reason.CONFLICT
+
+
 async def test_a_broker_that_does_not_know_itself_yet_is_asked_again(kafka: KafkaSettings, monkeypatch):
     """One that has just started may tell of no broker at all, and a client that heard that never asks again."""
     opened: list[AIOKafkaAdminClient] = []

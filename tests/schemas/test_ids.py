@@ -54,6 +54,13 @@ def test_topics_that_share_tables_have_the_same_partition_count() -> None:
     } == {7}
 
 
+def test_a_log_keeps_its_partition_counts_unless_others_are_named() -> None:
+    there = {"lifecycle": 16, "requests.batch": 16, "answers": 5, "work.m.1.batch": 3}
+    assert topics.PartitionCounts.of({}, {}) == topics.PartitionCounts()
+    assert topics.PartitionCounts.of(there, {}) == topics.PartitionCounts(16, 8, 5)
+    assert topics.PartitionCounts.of(there, {"requests": 2, "tokens": 9}) == topics.PartitionCounts(2, 9, 5)
+
+
 def test_every_reason_has_a_meaning_and_reads_back() -> None:
     for reason in Reason:
         assert lookup(reason.value) is reason
