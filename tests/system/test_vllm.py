@@ -41,7 +41,7 @@ MARKS = ("the first", "the second")
 ANSWER_S_MAX = 240.0
 STOPPED_S_MAX = 10.0
 """From saying that two aren't wanted to a step of the engine without them: far sooner than they would end by themselves. A tenth of a second
-is seen, and a busy machine took 1.5. The benchmark `cancelling` measures the second where the machine does nothing else, but of the scripted engine.
+is seen, and a busy machine took 1.5. The benchmark `cancelling` measures the second where the machine does nothing else, of vLLM, too.
 """
 
 
