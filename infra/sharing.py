@@ -16,7 +16,7 @@ import structlog
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 
 MISSING_WAIT_S = 3.0
-"""So long a rebalance waits for topics that the cluster doesn't name: they may not exist."""
+"""So long topics are waited for that the cluster doesn't name: they may not exist."""
 MISSING_LOOK_S = 0.2
 FORGOTTEN_LOOK_S = 1.0
 
