@@ -20,7 +20,7 @@ from decisions.cache import (
 )
 from decisions.endings import Facts, answered, facts
 from decisions.stream import NEW, StreamState, fold
-from infra.log import BATCH_BYTES_MAX
+from infra.together import BATCH_BYTES_MAX
 from schemas.codec import encode, encode_json
 from schemas.events import (
     Alternative,
