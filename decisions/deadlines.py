@@ -1,5 +1,5 @@
 """Who is answered by the clock: what hasn't begun at its deadline, and what runs beyond its time limit. And whose work is stopped: what was refused
-after all.
+after all, and what else was let in under an id that has ended.
 
 A deadline is kept whatever the workers do. The word is written with `if_not_started`, so the fold ignores it where generation has begun
 meanwhile; a time limit closes always. `Watch` is the bookkeeping of one `lifecycle` partition: records in, words out, and the offset below
@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, replace
 
 from decisions.accounts import ANY_TIER, is_void, was_refused
+from decisions.recalled import RECALLED_RECORDS
 from schemas.events import (
     InferenceAdmitted,
     InferenceCancelled,
@@ -52,11 +53,14 @@ class Word:
 
 @dataclass(slots=True)
 class _Request:
+    """`twice`: it was let in more than once, so it may be worked on more than once, and has one ending."""
+
     offset: int
     admitted: InferenceAdmitted
     due_ms: int = 0
     begun: bool = False
     told: int = 0
+    twice: bool = False
 
 
 class Watch:
@@ -67,6 +71,8 @@ class Watch:
         self._open: OrderedDict[Key, _Request] = OrderedDict()
         self._due: list[tuple[int, Key]] = []
         self._stops: deque[tuple[int, InferenceCancelled]] = deque(maxlen=WATCHED_MAX)
+        self._ended: OrderedDict[Key, tuple[int, bool]] = OrderedDict()
+        """Where the ending was told, and whether workers were told to stop then."""
         self._next = start
 
     def __len__(self) -> int:
@@ -91,21 +97,43 @@ class Watch:
     def apply(self, offset: int, timestamp_ms: int, event: object) -> None:
         """One record of the partition, in order. Whatever says nothing of a request's time is passed over."""
         self.pass_over(offset + 1)
+        self._forget_ended()
         match event:
             case InferenceAdmitted() if not is_void(event, timestamp_ms):
-                key = event.tenant, event.request_id, event.tier
-                if key not in self._open:
-                    self._open[key] = _Request(offset, event)
-                    self._plan(key, event.deadline_ms)
-                if len(self._open) > WATCHED_MAX:
-                    self._open.popitem(last=False)
+                self._admitted(offset, timestamp_ms, event)
             case InferenceStarted():
                 self._begun((event.tenant, event.request_id, event.tier), timestamp_ms)
             case InferenceCompleted() | InferenceFailed():
-                for tier in TIERS if event.tier == ANY_TIER else (event.tier,):
-                    self._open.pop((event.tenant, event.request_id, tier), None)
-                if was_refused(event):
-                    self._stops.append((timestamp_ms, InferenceCancelled(event.request_id, event.tenant)))
+                tiers = TIERS if event.tier == ANY_TIER else (event.tier,)
+                keys = [(event.tenant, event.request_id, tier) for tier in tiers]
+                ended = [request for key in keys if (request := self._open.pop(key, None)) is not None]
+                stops = was_refused(event) or any(request.twice for request in ended)
+                if stops:
+                    self._stop(event, timestamp_ms)
+                self._ended.update(dict.fromkeys(keys, (offset, stops)))
+
+    def _admitted(self, offset: int, timestamp_ms: int, event: InferenceAdmitted) -> None:
+        """What is let in under an id that is open has the other's ending; under one that has ended nobody waits for it."""
+        key = event.tenant, event.request_id, event.tier
+        ended_at, stops = self._ended.get(key, (0, True))
+        if not stops:
+            self._stop(event, timestamp_ms)
+            self._ended[key] = ended_at, True
+        if (request := self._open.get(key)) is not None:
+            request.twice = True
+            return
+        self._open[key] = _Request(offset, event)
+        self._plan(key, event.deadline_ms)
+        if len(self._open) > WATCHED_MAX:
+            self._open.popitem(last=False)
+
+    def _stop(self, event: InferenceAdmitted | InferenceCompleted | InferenceFailed, timestamp_ms: int) -> None:
+        self._stops.append((timestamp_ms, InferenceCancelled(event.request_id, event.tenant)))
+
+    def _forget_ended(self) -> None:
+        """For as long as whoever lets in remembers what has ended."""
+        while self._ended and next(iter(self._ended.values()))[0] < self._next - RECALLED_RECORDS:
+            self._ended.popitem(last=False)
 
     def _begun(self, key: Key, timestamp_ms: int) -> None:
         request = self._open.get(key)
@@ -141,8 +169,8 @@ class Watch:
         return words
 
     def stops(self, now_ms: int, words_max: int) -> list[InferenceCancelled]:
-        """What workers are to be told now, so many words at most: these requests were let in, and then their callers heard a refusal. Their work
-        may wait for a worker still, or one has begun it and makes what nobody hears.
+        """What workers are to be told now, so many words at most: these requests were let in, and then their callers heard a refusal, or were let in
+        more than once and have ended. Their work may wait for a worker still, or one has begun it and makes what nobody hears.
         """
         words: list[InferenceCancelled] = []
         while self._stops and len(words) < words_max:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import ssl
@@ -29,7 +30,7 @@ from infra.foreign_names import pass_over_foreign_names
 from infra.gathering import Gathering
 from infra.pacing import close_at_once, pace_failed_updates
 from infra.settings import KafkaSettings, SettingsError
-from infra.sharing import share_forgotten_topics
+from infra.sharing import MISSING_LOOK_S, MISSING_WAIT_S, share_forgotten_topics
 from schemas.topics import RECORD_MAX_BYTES
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024  # a partition's share of one fetch
@@ -209,17 +210,23 @@ async def cluster_of(settings: KafkaSettings) -> str:
 async def partitions_of(consumer: AIOKafkaConsumer, topic: str) -> list[int]:
     """The partitions of a topic that a started consumer hasn't subscribed to, sorted; empty if there is no such topic.
 
-    Raises KafkaConnectionError if the cluster doesn't say so for `PARTITIONS_WAIT_S`: one that was away knows no brokers for a moment.
+    A broker that has just started answers before it has read of all its topics: one that it doesn't name is asked for again, for `MISSING_WAIT_S`,
+    before it is believed to be missing. Raises KafkaConnectionError if the cluster doesn't answer for `PARTITIONS_WAIT_S`: one that was away
+    knows no brokers for a moment.
     """
     found = consumer.partitions_for_topic(topic)
     loop = asyncio.get_running_loop()
-    until_s = loop.time() + PARTITIONS_WAIT_S
+    until_s, missing_until_s = loop.time() + PARTITIONS_WAIT_S, math.inf
     while not found:  # it only knows what it was subscribed to when it last looked
         answered = await consumer._client.force_metadata_update()  # noqa: SLF001 - aiokafka has no public way
-        found = consumer.partitions_for_topic(topic)
-        if answered:
+        if found := consumer.partitions_for_topic(topic):
             break
-        if loop.time() > until_s:
+        if answered:
+            missing_until_s = min(missing_until_s, loop.time() + MISSING_WAIT_S)
+            if loop.time() >= missing_until_s:
+                break
+            await asyncio.sleep(MISSING_LOOK_S)
+        elif loop.time() > until_s:
             raise KafkaConnectionError(f"no broker says what partitions {topic} has")
     return sorted(found or ())
 

@@ -16,7 +16,6 @@ from typing import Any
 import structlog
 from aiokafka import TopicPartition
 from aiokafka.errors import KafkaError, MessageSizeTooLargeError
-from aiokafka.producer.message_accumulator import BatchBuilder
 from aiokafka.structs import RecordMetadata
 
 from infra.decoder import EventDecoder
@@ -25,13 +24,14 @@ from infra.payloads import Payloads
 from infra.reach import silence
 from infra.read import read_to_end
 from infra.settings import KafkaSettings
-from infra.too_large import RecordTooLarge
+from infra.together import together
+from infra.undelivered import NoSuchPartition, NotDelivered, RecordTooLarge
 from schemas.codec import Codec, encode, encode_json, published
 from schemas.errors import HeadraceError, Undecodable
 from schemas.events import EVENT_TYPES, Event, SchemaPublished
 from schemas.payloads import Stored, too_many_ids
 from schemas.reasons import Reason
-from schemas.topics import INLINE_MAX_BYTES, RECORD_MAX_BYTES, SCHEMAS
+from schemas.topics import INLINE_MAX_BYTES, SCHEMAS
 
 __all__ = ["EventDecoder", "EventProducer", "Headers", "NoSuchPartition", "NotDelivered", "RecordTooLarge"]
 
@@ -50,22 +50,6 @@ REBUILD_BACKOFF_MAX_S = 5.0
 SEND_WAIT_S = 15.0  # a send during a rebuild waits this long for its end
 FULL_BYTES = 256 * 1024
 """So much of a partition goes at once. Who comes while a batch is full waits until it is on its way, which costs more than to be written."""
-BATCH_BYTES_MAX = RECORD_MAX_BYTES - 64 * 1024
-"""Records that are written together, in bytes: what a topic takes as one record, less what a batch takes itself."""
-
-
-class NotDelivered(HeadraceError, KafkaError):  # type: ignore[misc]  # aiokafka has no types
-    """The broker has not confirmed the record, and it may or may not be in the log. Sending it again is right."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(Reason.UNAVAILABLE, message)
-
-
-class NoSuchPartition(HeadraceError, KafkaError):  # type: ignore[misc]
-    """The topic, or its partition, doesn't exist."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(Reason.INVALID_REQUEST, message)
 
 
 class EventProducer:
@@ -237,15 +221,8 @@ class EventProducer:
 
         The future tells the first one's place. Raises `RecordTooLarge` if they are more than a batch takes.
         """
-        batch = BatchBuilder(BATCH_BYTES_MAX, 0)
-        size = 0
-        for event in events:
-            value = encode(event) if encoding == "avro" else encode_json(event)
-            size += len(value)
-            taken = batch.append(timestamp=None, key=key.encode(), value=value, headers=list(headers))
-            if taken is None or size > BATCH_BYTES_MAX:
-                raise RecordTooLarge(f"{len(events)} records for {topic} are too large to be written together")
-        batch.close()  # else the producer would add other records to it
+        if (batch := together(events, key, headers, encoding)) is None:
+            raise RecordTooLarge(f"{len(events)} records for {topic} are too large to be written together")
         await self.require(topic, partition)
         producer = await self._usable()
         try:

@@ -16,7 +16,7 @@ import structlog
 from infra import metrics
 from infra.objects import ObjectDamaged, ObjectMissing, ObjectStore, StoreAway, make_store
 from infra.settings import ProcessSettings
-from infra.too_large import RecordTooLarge
+from infra.undelivered import RecordTooLarge
 from schemas.codec import Codec
 from schemas.events import PayloadStored
 from schemas.payloads import OBJECT_MAX_BYTES, PayloadUnreadable, Stored, claim, key_of, outline_of, whole

@@ -3,7 +3,7 @@
 A broker that has just started again answers before it has read of all topics. aiokafka's group leader, and Faust's, take a topic that the
 cluster doesn't name for one that doesn't exist and share nothing of it: every member then believes that it has its share, and nothing is read
 until the leader's metadata are five minutes old. So the leader asks again for a while before it shares, and goes on asking afterwards; once it
-hears of the topic, aiokafka shares anew.
+hears of the topic, aiokafka shares anew. Until then the leader's process isn't ready: no other member can tell that nobody reads the topic.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 import structlog
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 
+from infra.objections import objecting
+
 MISSING_WAIT_S = 3.0
-"""So long a rebalance waits for topics that the cluster doesn't name: they may not exist."""
+"""So long topics are waited for that the cluster doesn't name: they may not exist."""
 MISSING_LOOK_S = 0.2
 FORGOTTEN_LOOK_S = 1.0
 
@@ -53,9 +55,11 @@ def _missing(coordinator: Any) -> list[str]:
 
 async def _look(coordinator: Any, generation: int) -> None:
     """Asks again until each topic is there or the group has been shared anew. aiokafka hears of every answer."""
-    while True:
-        await asyncio.sleep(FORGOTTEN_LOOK_S)
-        over = coordinator.generation != generation or coordinator._closing.done()  # noqa: SLF001  # who closes answers nobody
-        if over or not _missing(coordinator):
-            return
-        await coordinator._client.force_metadata_update()  # noqa: SLF001
+    topics = ", ".join(_missing(coordinator))
+    with objecting(f"nobody in the group {coordinator.group_id} reads {topics}: the broker doesn't name that yet"):
+        while True:
+            await asyncio.sleep(FORGOTTEN_LOOK_S)
+            over = coordinator.generation != generation or coordinator._closing.done()  # noqa: SLF001  # who closes answers nobody
+            if over or not _missing(coordinator):
+                return
+            await coordinator._client.force_metadata_update()  # noqa: SLF001

@@ -25,6 +25,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from infra import metrics, ports
+from infra.objections import objection
 from infra.redact import redact_event
 
 HEARTBEAT_MS = 500
@@ -95,7 +96,8 @@ class OpsServer:
     """Serves /metrics, /livez and /readyz.
 
     /livez is 200 while the event loop beats in time and `live` has no objection: a loop that hangs doesn't answer at all,
-    one that crawls answers 503. /readyz is 200 when `ready` has no objection, else 503 with the objection as its body.
+    one that crawls answers 503. /readyz is 200 when neither `ready` nor anybody else (`infra.objections`) has an objection, else 503 with the
+    objection as its body.
     """
 
     def __init__(self, port: int, ready: Reason, live: Reason | None = None, host: str | None = None) -> None:
@@ -170,7 +172,7 @@ class OpsServer:
         return _verdict(self.not_live())
 
     async def _get_readyz(self, _request: Request) -> Response:
-        return _verdict(_objection(self._ready))
+        return _verdict(_objection(self._ready) or objection())
 
 
 def _objection(reason: Reason | None) -> str | None:

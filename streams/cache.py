@@ -11,15 +11,16 @@ import contextlib
 import time
 
 import structlog
-from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka import AIOKafkaConsumer, ConsumerRecord
 from aiokafka.errors import KafkaError
 
 from decisions.cache import Entry, may_be_kept
 from decisions.cases import Case
 from infra import metrics
 from infra.answer_cache import Stored, make_cache, shared_by_processes
-from infra.kafka import Batching, make_consumer, partitions_of, stop_consumer
+from infra.kafka import Batching, make_consumer, stop_consumer
 from infra.log import EventDecoder
+from infra.read import assign_all
 from infra.settings import AdmissionSettings
 from schemas.errors import HeadraceError, Undecodable
 from schemas.events import InferenceAnswered, InferenceScheduled
@@ -155,8 +156,6 @@ class ResponseCache:
 
 
 async def _assign_ends(consumer: AIOKafkaConsumer) -> None:
-    places = [TopicPartition(ANSWERS, number) for number in await partitions_of(consumer, ANSWERS)]
-    consumer.assign(places)
-    await consumer.seek_to_end(*places)
-    for place in places:
-        await consumer.position(place)
+    """Raises HeadraceError (unavailable) if the topic isn't there."""
+    for place, end in (await assign_all(consumer, ANSWERS)).items():
+        consumer.seek(place, end)

@@ -1,4 +1,4 @@
-"""The clock acts: follows `lifecycle`, ends in `tokens` what `decisions.deadlines` says is due, and tells workers what was refused after all.
+"""The clock acts: follows `lifecycle`, ends in `tokens` what `decisions.deadlines` says is due, and tells workers whose work nobody hears of.
 
 One aiokafka consumer in the group `deadlines`. A partition's offset is committed only below its oldest open request, so the next owner
 finds all of them. Nothing is said before a partition has been read to where it ended when it came: what ended meanwhile needs no word.
@@ -146,7 +146,7 @@ class Deadlines(ConsumerRebalanceListener):  # type: ignore[misc]  # aiokafka ha
             metrics.ENDED_BY_CLOCK.labels(ending.reason).inc()
 
     async def _stop(self, cancel: InferenceCancelled) -> None:
-        log.info("work of a refused request is stopped", request_id=cancel.request_id, tenant=cancel.tenant)
+        log.info("work that nobody hears of is stopped", request_id=cancel.request_id, tenant=cancel.tenant)
         await deliver(self._producer, [Outgoing(CONTROL, cancel, cancel.request_id)])
 
     # --- offsets -----------------------------------------------------------------------------------------------------

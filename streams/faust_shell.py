@@ -1,9 +1,4 @@
-"""Faust as admission uses it: one topic of raw records, taken without automatic acks.
-
-Faust's bookkeeping of acks loses records that are acked out of order (its `Consumer._new_offset` compares an offset with
-the committed one, which is already the next to read, and takes any offset for the first of a new group). So `InOrderAcks`
-acks a partition's events strictly in order, each when it and all before it are done.
-"""
+"""Faust as admission uses it: one topic of raw records, taken without automatic acks, and acked in order by `streams.acks`."""
 
 from __future__ import annotations
 
@@ -11,9 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +24,7 @@ from schemas.quick import quick
 from schemas.reasons import Reason
 from schemas.topics import INTERACTIVE
 from streams import faust_transport
+from streams.acks import InOrderAcks, Partition, Taken
 from streams.faust_transport import Message, Unreadable
 from streams.lease import Lease
 
@@ -48,8 +43,6 @@ What is parked isn't counted; where it is, others pass it by, and may be more.
 REQUEST_TIMEOUT_S = 40.0
 
 FAR_AHEAD = "far ahead"
-
-Partition = tuple[str, int]
 
 
 @quick
@@ -78,84 +71,6 @@ class Parked(Exception):  # no error: the record is handled later
     def __init__(self, keep: Callable[[Taken], None]) -> None:
         super().__init__()
         self.keep = keep
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A partition's events that aren't acked, in their order, and how many of them are parked."""
-
-    taken: deque[Taken] = field(default_factory=deque)
-    parked: int = 0
-
-
-class Taken:
-    """An event that isn't acked. Called when it is done: again, or once its partition is gone, that does nothing. There may be hundreds of thousands."""
-
-    __slots__ = ("_ack", "_of", "_parked", "done")
-
-    def __init__(self, of: _Open, ack: Callable[[], object]) -> None:
-        self._of: _Open | None = of
-        self._ack = ack
-        self._parked = False
-        self.done = False
-
-    def __call__(self) -> None:
-        """It is done."""
-        if (of := self._of) is not None:
-            self.park(False)
-            self.done = True
-            while of.taken and of.taken[0].done:
-                of.taken.popleft().ack()
-
-    def ack(self) -> None:
-        """It and all before it are done."""
-        self._of = None
-        self._ack()
-
-    def park(self, parked: bool) -> None:
-        """It is parked now, or no longer."""
-        if self._of is not None and self._parked is not parked:
-            self._parked = parked
-            self._of.parked += 1 if parked else -1
-
-    @property
-    def gone(self) -> bool:
-        """Whether it is acked, or its partition gone."""
-        return self._of is None
-
-    def drop(self) -> None:
-        """Its partition is gone."""
-        self._of = None
-
-
-class InOrderAcks:
-    """Acks each partition's events in the order of their offsets, whatever the order in which they get done."""
-
-    def __init__(self) -> None:
-        self._open: dict[Partition, _Open] = {}
-
-    def take(self, partition: Partition, ack: Callable[[], object]) -> Taken:
-        """Note the partition's next event. Call what is returned when it is done."""
-        of = self._open.setdefault(partition, _Open())
-        taken = Taken(of, ack)
-        of.taken.append(taken)
-        return taken
-
-    def drop(self, partitions: Iterable[Partition]) -> None:
-        """Forget partitions that were taken away: what is open there will be delivered again, here or elsewhere."""
-        for partition in partitions:
-            for taken in self._open.pop(partition, _Open()).taken:
-                taken.drop()
-
-    @property
-    def open(self) -> int:
-        """How many events are taken and not acked."""
-        return sum(len(of.taken) for of in self._open.values())
-
-    def ahead(self, partition: Partition) -> int:
-        """The same of one partition, without those that are parked."""
-        of = self._open.get(partition)
-        return len(of.taken) - of.parked if of is not None else 0
 
 
 Handle = Callable[[Record], Awaitable[None]]

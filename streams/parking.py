@@ -26,7 +26,8 @@ from schemas.errors import HeadraceError
 from schemas.events import InferenceRejected, Position
 from schemas.reasons import Reason
 from schemas.topics import LIFECYCLE, requests_topic
-from streams.faust_shell import Parked, Taken
+from streams.acks import Taken
+from streams.faust_shell import Parked
 from streams.outbox import Outgoing, deliver, reply_to
 from streams.rereading import Rereading
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any
 
 import structlog
 from aiokafka import ConsumerRecord
@@ -41,17 +39,17 @@ from workers.report import DRAINING, READY, Load, Reporter, served_tiers
 from workers.retry import persist
 from workers.slots import Slots
 from workers.takeover import TakeOver
+from workers.tasks import Tasks
 from workers.tensor_job import TensorModel
 from workers.token_job import LanguageModel
 from workers.turns import Turns
 from workers.work import RequestKey, Work, fresh_plan, refusal, tell_and_wait
+from workers.works import Works
 
 log = structlog.get_logger("worker")
 
 COUNTER_BITS = 32
 COUNTER_SALT_BITS = 20
-LARGE_MAX = 16
-"""Works from the object store that are held at once, waiting or running: the window counts their records' bytes and not theirs."""
 
 
 def group_id(model: str, version: str) -> str:
@@ -87,17 +85,13 @@ class WorkerLoop:
         self._control = Control(settings.kafka, self._cancel)
         decoder = EventDecoder(settings.kafka, payloads)
         self._takeover = TakeOver(settings, producer, decoder)
+        self._works = Works(self._group, topics)
         self._intake = Intake(
             version, producer, decoder, lambda key: key in self._works or self._control.is_cancelled(key)
         )
-        self._works: dict[RequestKey, Work] = {}
         self._promises = Promises(settings.kafka, version, slots, tiers)
         self._turns = Turns(lambda: self._promises.room(self._slots.used))
-        self._large = {topic: asyncio.Semaphore(LARGE_MAX) for topic in topics}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._jobs: set[asyncio.Task[None]] = set()
-        self._failed = asyncio.Event()
-        self._failure: BaseException | None = None
+        self._tasks = Tasks()
         self._keeping: asyncio.Task[None] | None = None
         self._rebalancing = False
         self._draining = False
@@ -121,49 +115,29 @@ class WorkerLoop:
             await self._control.start()
             await self._group.start()
             await self._reporter.change(READY)
-            fetching = self._spawn(self._fetch(), self._tasks)
-            self._spawn(self._keep(), self._tasks)
-            self._spawn(self._reporter.run(), self._tasks)
-            await self._until(stop)
+            fetching = self._tasks.serve(self._fetch())
+            self._tasks.serve(self._keep())
+            self._tasks.serve(self._reporter.run())
+            await self._tasks.until(stop)
             fetching.cancel()
             await self._drain()
         finally:
             await self._leave()
-        if self._failure is not None:
-            raise self._failure
+        if self._tasks.failure is not None:
+            raise self._tasks.failure
 
     # --- tasks -------------------------------------------------------------------------------------------------------
-
-    def _spawn(self, work: Coroutine[Any, Any, None], kind: set[asyncio.Task[None]]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        kind.add(task)
-        task.add_done_callback(kind.discard)
-        task.add_done_callback(self._note)
-        return task
-
-    def _note(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None and self._failure is None:
-            self._failure = error
-            self._failed.set()
-
-    async def _until(self, stop: asyncio.Event) -> None:
-        waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._failed.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
 
     async def _fetch(self) -> None:
         while True:
             fenced = []
             for held, record in await self._group.fetch():
                 if is_reference(record.value):
-                    self._spawn(self._take_large(held, record), self._tasks)
+                    self._tasks.serve(self._take_large(held, record))
                 elif (work := await self._take(held, record)) is not None and work.fence:
                     fenced.append(work)
             if fenced:
-                self._spawn(self._take_over(fenced), self._tasks)
+                self._tasks.serve(self._take_over(fenced))
             self._fill()
 
     async def _take(self, held: Held, record: ConsumerRecord[bytes, bytes]) -> Work | None:
@@ -174,20 +148,19 @@ class WorkerLoop:
         if work is None:
             self._group.finish(held, record.offset)
             return None
-        self._works[work.key] = work
+        self._works.hold(work)
         if not work.fence:
             self._turns.wait(work)
         return work
 
     async def _take_large(self, held: Held, record: ConsumerRecord[bytes, bytes]) -> None:
         """What is in the object store is fetched beside the others. None is lost by that: a record counts as finished when it is."""
-        await self._large[held.tp.topic].acquire()
-        work = None
+        places, work = await self._works.large(held), None
         try:
             work = await self._take(held, record)
         finally:
             if work is None:
-                self._large[held.tp.topic].release()
+                places.release()
         if work is not None:
             work.large = True
             if work.fence:
@@ -216,11 +189,11 @@ class WorkerLoop:
         for work, error in await persist(fence):
             await self._bury(work, error)
         for work in works:
-            if self._works.get(work.key) is not work:
-                continue  # cancelled, or its partition lost, meanwhile
+            if not self._works.has(work):
+                continue
             assert work.plan is not None
             if work.plan.action in (Action.SKIP, Action.LEAVE):
-                self._finish(work)
+                self._works.finish(work)
             else:
                 work.waiting = replace(work.waiting, standing=work.plan.standing)
                 self._turns.wait(work)
@@ -238,7 +211,7 @@ class WorkerLoop:
             if self._engine_dead or (work := self._turns.take()) is None:
                 return
             if work.late(_now_ms()):
-                self._spawn(self._refuse(work, Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text), self._tasks)
+                self._tasks.serve(self._refuse(work, Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text))
             else:
                 self._begin(work)
 
@@ -259,12 +232,12 @@ class WorkerLoop:
                 self._tools, work.scheduled, attempt, plan, child(work.headers), fenced=work.plan is not None
             )
         except HeadraceError as error:
-            self._spawn(self._refuse(work, error.reason, error.message), self._tasks)
+            self._tasks.serve(self._refuse(work, error.reason, error.message))
             return
         self._slots.take()
         work.job = job
         self._turns.begin(job, work)
-        self._spawn(self._run(work, job), self._jobs)
+        self._tasks.answer(self._run(work, job))
 
     async def _run(self, work: Work, job: Job) -> None:
         began_s = time.monotonic()
@@ -283,7 +256,7 @@ class WorkerLoop:
             if not self._draining:
                 raise
             await job.hand_over()  # whoever told this process to end told the engine's too
-            self._forget(work)
+            self._works.let_go(work)
             return
         except HeadraceError as error:
             if error.retriable:
@@ -292,15 +265,15 @@ class WorkerLoop:
                 await self._bury(work, error)
             return
         if outcome in (Stop.LOST.value, Stop.RELEASED.value):
-            self._forget(work)
+            self._works.let_go(work)
             return
         if outcome == Reason.POISONED.value:
             await self._intake.put_aside(work.record, outcome, Reason.POISONED.text)
-        self._finish(work)
+        self._works.finish(work)
 
     async def _recover(self, work: Work, job: Job) -> None:
         """A send failed, so nobody knows what the stream holds: gives the attempt up and takes the request over from itself."""
-        if self._works.get(work.key) is not work:
+        if not self._works.has(work):
             return
         work.job, work.plan, work.attempt = None, None, None
         released = GenerationReleased(work.scheduled.request_id, job.attempt, self._settings.worker_id)
@@ -310,17 +283,7 @@ class WorkerLoop:
 
     async def _bury(self, work: Work, error: HeadraceError) -> None:
         await self._intake.bury(work, error)
-        self._finish(work)
-
-    def _finish(self, work: Work) -> None:
-        self._group.finish(work.held, work.offset)
-        self._forget(work)
-
-    def _forget(self, work: Work) -> None:
-        if self._works.get(work.key) is work:
-            del self._works[work.key]
-            if work.large:
-                self._large[work.held.tp.topic].release()
+        self._works.finish(work)
 
     async def _refuse(self, work: Work, reason: Reason, message: str) -> None:
         asked = work.scheduled
@@ -331,23 +294,23 @@ class WorkerLoop:
             await self._bury(work, error)
             return
         metrics.REQUESTS.labels(asked.model, asked.version, asked.tier, reason.value).inc()
-        self._finish(work)
+        self._works.finish(work)
 
     def _drop_late(self) -> None:
         for work in self._turns.drop_late(_now_ms()):
-            self._spawn(self._refuse(work, Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text), self._tasks)
+            self._tasks.serve(self._refuse(work, Reason.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED.text))
         self._fill()  # one that is gone may have held others back
 
     def _cancel(self, key: RequestKey) -> None:
         """The caller no longer wants it: admission has written its ending."""
-        work = self._works.get(key)
+        work = self._works.find(key)
         if work is None:
             return
         if work.job is not None:
             work.job.stop(Stop.CANCELLED)
             return
         self._turns.drop(work)
-        self._finish(work)
+        self._works.finish(work)
         self._fill()  # it may have held others back
 
     # --- the group's owner -------------------------------------------------------------------------------------------
@@ -359,30 +322,23 @@ class WorkerLoop:
             self._keeping.cancel()
             await asyncio.wait({self._keeping})
         # A job whose send failed finds that out itself.
-        await asyncio.gather(*(job.release() for job in self._running()), return_exceptions=True)
+        await asyncio.gather(*(job.release() for _, job in self._works.running()), return_exceptions=True)
 
     async def assigned(self, lost: list[Held]) -> None:
         """Drops what belongs to partitions that are another's now; keeps the rest."""
-        gone = set(map(id, lost))
-        for work in list(self._works.values()):
-            if id(work.held) not in gone:
-                continue
-            self._forget(work)
+        for work in self._works.lost(lost):
             self._turns.drop(work)
             if work.job is not None:
                 work.job.stop(Stop.LOST)
         if not self._draining:  # who leaves takes no release back
             # The group waits for this call, so whatever waits for the broker goes on beside it.
-            self._keeping = self._spawn(self._keep_running(), self._tasks)
+            self._keeping = self._tasks.serve(self._keep_running())
         self._rebalancing = False
         self._fill()
 
     async def _keep_running(self) -> None:
-        for job in self._running():
+        for _, job in self._works.running():
             await job.keep()
-
-    def _running(self) -> list[Job]:
-        return [work.job for work in self._works.values() if work.job is not None]
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -392,18 +348,18 @@ class WorkerLoop:
         self._group.take_no_more()
         await self._reporter.mention(DRAINING)
         drain_s = self._settings.drain_ms / 1000
-        await await_jobs(self._jobs, self._failed, drain_s, hopeless=self._log_away)
+        await await_jobs(self._tasks.jobs, self._tasks.failed, drain_s, hopeless=self._log_away)
         handing = asyncio.create_task(self._hand_over())
-        await await_jobs(self._jobs, self._failed, HANDOVER_WAIT_S, hopeless=self._log_away)
+        await await_jobs(self._tasks.jobs, self._tasks.failed, HANDOVER_WAIT_S, hopeless=self._log_away)
         handing.cancel()
         await asyncio.wait({handing})
-        for job in self._running():
+        for _, job in self._works.running():
             job.stop(Stop.RELEASED)
-        await await_jobs(self._jobs, self._failed, LEAVE_WAIT_S)
+        await await_jobs(self._tasks.jobs, self._tasks.failed, LEAVE_WAIT_S)
 
     async def _hand_over(self) -> None:
         """Leaves the group while answers go on, and stops each when its next owner has begun to take it over."""
-        running = [work for work in self._works.values() if work.job is not None]
+        running = [work for work, _ in self._works.running()]
         try:
             await self.release()
             await self._group.commit()
@@ -416,9 +372,7 @@ class WorkerLoop:
 
     async def _leave(self) -> None:
         self._draining = True
-        for task in [*self._tasks, *self._jobs]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, *self._jobs, return_exceptions=True)
+        await self._tasks.end()
         await self._promises.stop()
         await leave(self._group, self._control, self._takeover, self._reporter, away=self._log_away())
 

@@ -1,241 +1,34 @@
-"""Which answers are kept, under which name, who may have one, what it costs, and how it is told again."""
+"""Who may have an answer from the cache, and what it costs."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decisions import cache
 from decisions.accounts import Accounts
-from decisions.admission import AFTER_TOKENISING, BEFORE_TOKENISING, PLACING, RESOLVING
+from decisions.admission import AFTER_TOKENISING, PLACING, RESOLVING
 from decisions.cache import (
-    BY_CACHE,
-    CHUNK_TOKENS,
-    CHUNKS_MAX,
-    ENTRY_BYTES_MAX,
-    VERSION_APART,
-    WORK_APART,
-    Entry,
-    Policy,
-    chunks,
-    may_be_kept,
     parse,
     stream,
     verdict,
 )
-from decisions.cases import Case, Refusal, judge, tokenised
-from decisions.endings import Facts, answered, facts
+from decisions.cases import judge, tokenised
 from decisions.ledger import Cost
 from decisions.queues import pool_name
 from decisions.quota import Reserved
-from decisions.stream import NEW, StreamState, fold
-from decisions.verdicts import admitted, as_decided, named_for_cache, scheduled
-from infra.log import BATCH_BYTES_MAX
-from schemas.codec import encode, encode_json
+from decisions.verdicts import admitted, as_decided, scheduled
 from schemas.events import (
-    Alternative,
-    Attempt,
-    ChoiceAnswer,
-    ChoiceEnd,
-    GenerationStarted,
-    InferenceAnswered,
     InferenceCompleted,
-    InferenceScheduled,
-    ModelVersionRegistered,
-    Position,
     Quota,
-    Rates,
-    Reply,
     Sampling,
     TenantChanged,
-    Timings,
-    TokenLogprob,
-    TokensGenerated,
-    Usage,
 )
-from schemas.ids import request_id
 from schemas.reasons import Reason
-from tests.decisions.worlds import ID, NOW, FakeGrant, FakeWorld, case, worker
-
-GREEDY = Sampling(temperature=0.0, max_tokens=10)
-VERSION = ModelVersionRegistered("m", "v1", "scripted", "", 100, partitions=4, cache_ttl_ms=60_000)
-OTHER_ID = request_id(NOW - 5_000, b"0123456789")
-PROMPT = (104, 105)
-WORK = InferenceScheduled(
-    ID, "acme", "m", "v1", "interactive", PROMPT, GREEDY, NOW + 5_000, NOW, Reply("tokens", 1), "salt"
-)
-
-
-def answer(text: str = "hello", **changes: Any) -> InferenceAnswered:
-    ids = tuple(text.encode())
-    whole = InferenceAnswered(
-        OTHER_ID,
-        "acme",
-        "m",
-        "v1",
-        "batch",
-        (ChoiceAnswer(0, ids, text, "stop"),),
-        Usage(2, len(ids)),
-        cache_key="k",
-    )
-    return replace(whole, **changes)
-
-
-def world(**changes: Any) -> FakeWorld:
-    found = FakeWorld(seen=[worker("a", {0: 0, 1: 0}), worker("b", {2: 0, 3: 0})])
-    found.models["m"] = replace(VERSION, **changes)
-    return found
-
-
-def decide(asked: Case, at: FakeWorld, entry: Entry | None = None) -> tuple[Case, Refusal | None]:
-    """What the shell does: it looks the answer up between the checks."""
-    found, refusal = judge(asked, at, BEFORE_TOKENISING)
-    if refusal is None:
-        found, refusal = judge(tokenised(found, PROMPT, 257), at, RESOLVING)
-    if refusal is not None:
-        return found, refusal
-    found = named_for_cache(found)
-    if found.cache_key and found.policy.read:
-        found = replace(found, entry=entry)
-    return judge(found, at, PLACING)
-
-
-def key(work: InferenceScheduled, version: ModelVersionRegistered) -> str:
-    return cache.key({item.name: getattr(work, item.name) for item in dataclasses.fields(work)}, version)
-
-
-def noted(found: Case) -> tuple[str, str]:
-    (decision,) = [decision for decision in found.decisions if decision.check == "cache"]
-    return decision.outcome, decision.detail
-
-
-def of_age(ms: int) -> Entry:
-    return Entry(answer(), NOW - ms)
-
-
-# --- the name ---------------------------------------------------------------------------------------------------------
-
-
-def other(value: Any) -> Any:
-    """Another value of the same kind."""
-    match value:
-        case None:
-            return 1
-        case bool():
-            return not value
-        case int() | float():
-            return value + 1
-        case str():
-            return f"{value}x"
-        case tuple():
-            return (*value, "x")
-        case dict():
-            return {**value, "7": 1.0}
-        case _:
-            raise AssertionError(value)
-
-
-@pytest.mark.parametrize("field", [item.name for item in dataclasses.fields(Sampling)])
-def test_two_requests_that_differ_in_one_sampling_parameter_have_two_names(field: str) -> None:
-    changed = replace(GREEDY, **{field: other(getattr(GREEDY, field))})
-    assert key(replace(WORK, sampling=changed), VERSION) != key(WORK, VERSION)
-
-
-@pytest.mark.parametrize("field", [item.name for item in dataclasses.fields(InferenceScheduled)])
-def test_whatever_of_the_work_may_change_its_answer_is_in_the_name(field: str) -> None:
-    changes: dict[str, Any] = {
-        "sampling": replace(GREEDY, seed=1),
-        "reply": Reply("tokens", 2),
-        "source": Position("requests.interactive", 1, 1),
-        "rates": Rates(),
-    }
-    changed = replace(WORK, **{field: changes[field] if field in changes else other(getattr(WORK, field))})
-    assert (key(changed, VERSION) == key(WORK, VERSION)) is (field in WORK_APART)
-
-
-@pytest.mark.parametrize("field", [item.name for item in dataclasses.fields(ModelVersionRegistered)])
-def test_whatever_of_the_version_may_change_its_answer_is_in_the_name(field: str) -> None:
-    changed = replace(VERSION, **{field: other(getattr(VERSION, field))})
-    assert (key(WORK, changed) == key(WORK, VERSION)) is (field in VERSION_APART)
-
-
-def test_what_stands_apart_are_fields_that_there_are() -> None:
-    assert {item.name for item in dataclasses.fields(InferenceScheduled)} >= WORK_APART
-    assert {item.name for item in dataclasses.fields(ModelVersionRegistered)} >= VERSION_APART
-
-
-def test_the_order_of_a_mapping_is_no_difference() -> None:
-    one, two = ({"1": 2.0, "2": 1.0}, {"2": 1.0, "1": 2.0})
-    names = {key(replace(WORK, sampling=replace(GREEDY, logit_bias=bias)), VERSION) for bias in (one, two)}
-    assert len(names) == 1 and all(len(name) == 64 for name in names)
-
-
-@given(
-    st.lists(
-        st.tuples(st.text(max_size=3), st.lists(st.text(max_size=3), max_size=3).map(tuple)), max_size=6, unique=True
-    )
-)
-def test_no_two_works_have_one_name(given_: list[tuple[str, tuple[str, ...]]]) -> None:
-    """Texts that meet at their borders, such as ("ab", "c") and ("a", "bc"), included."""
-    works = [replace(WORK, tenant=tenant, sampling=replace(GREEDY, stop=stops)) for tenant, stops in given_]
-    assert len({key(work, VERSION) for work in works}) == len(works)
-
-
-# --- what the caller says ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "policy"),
-    [
-        (None, Policy()),
-        ("", Policy()),
-        ("no-cache", Policy(read=False)),
-        ("No-Store", Policy(store=False)),
-        ("no-cache, no-store", Policy(read=False, store=False)),
-        ("max-age=60", Policy(max_age_ms=60_000)),
-        ('max-age="60" , stale-if-error=1, private="a, b"', Policy(max_age_ms=60_000)),
-        ("max-age=0", Policy(read=False, max_age_ms=0)),
-        ("max-age=60, max-age=5", Policy(max_age_ms=5_000)),
-        ("max-age=60, max-age=0", Policy(read=False, max_age_ms=0)),
-        ("only-if-cached, no-transform,,", Policy()),
-    ],
-)
-def test_the_words_of_http_are_understood(text: str | None, policy: Policy) -> None:
-    assert parse(text) == policy
-
-
-@pytest.mark.parametrize(
-    "text", ["max-age", "max-age=", "max-age=-1", "max-age=1.5", "max-age=x", 'max-age="', "x" * 1_001]
-)
-def test_what_makes_no_sense_is_refused_by_its_field(text: str) -> None:
-    with pytest.raises(ValueError):
-        parse(text)
-    _, refusal = decide(case(sampling=GREEDY, cache_control=text), world())
-    assert refusal is not None
-    assert (refusal.reason, refusal.param) == (Reason.INVALID_REQUEST, "cache_control")
-
-
-@given(st.text(max_size=40))
-def test_any_words_are_understood_or_refused(text: str) -> None:
-    try:
-        policy = parse(text)
-    except ValueError:
-        assert "max-age" in text.lower()
-    else:
-        assert policy.max_age_ms is None or policy.max_age_ms >= 0
-
-
-def test_equal_work_is_shared_where_a_moments_age_is_well_taken() -> None:
-    assert Policy().shares and Policy(max_age_ms=2_000).shares
-    assert not any(policy.shares for policy in (Policy(read=False), Policy(store=False), Policy(max_age_ms=1_000)))
-
-
-# --- who may have it --------------------------------------------------------------------------------------------------
+from tests.decisions.caching import GREEDY, OTHER_ID, PROMPT, VERSION, answer, decide, key, noted, of_age, world
+from tests.decisions.worlds import NOW, FakeGrant, FakeWorld, case, worker
 
 
 @given(st.integers(-10_000, 200_000), st.one_of(st.none(), st.integers(0, 200)), st.integers(1, 100_000))
@@ -342,6 +135,13 @@ def test_equal_work_goes_beside_what_runs() -> None:
     assert found.partition in (0, 1), "its worker is gone"
 
 
+def test_a_disabled_tenants_answers_are_not_told() -> None:
+    at = world()
+    at.tenants["acme"] = TenantChanged("acme", "salt", at.tenants["acme"].keys, 0, disabled=True)
+    _, refusal = decide(case(sampling=GREEDY), at, of_age(1))
+    assert refusal is not None and refusal.reason is Reason.INVALID_API_KEY
+
+
 # --- what it costs, by everyone's reckoning ---------------------------------------------------------------------------
 
 
@@ -371,108 +171,3 @@ def test_what_was_decided_before_a_crash_is_keyed_as_it_was() -> None:
     again = as_decided(tokenised(case(sampling=GREEDY), PROMPT, 257), told, at.models["m"], at)
     assert again.cache_key == first.cache_key
     assert scheduled(again) == replace(scheduled(first), rates=None)
-
-
-# --- told again -------------------------------------------------------------------------------------------------------
-
-
-def folded(events: list[Any]) -> tuple[StreamState, Facts, list[TokensGenerated]]:
-    state, known, counted = NEW, Facts(), []
-    for event in events:
-        state, counts = fold(state, event)
-        assert counts
-        known = facts(known, event)
-        if isinstance(event, TokensGenerated):
-            counted.append(event)
-    return state, known, counted
-
-
-@given(st.integers(0, 400), st.text(max_size=60), st.integers(1, 3), st.booleans())
-def test_an_answer_told_again_is_the_same_answer(count: int, text: str, n: int, scored: bool) -> None:
-    logprobs = tuple(TokenLogprob(i, b"x", -1.0) for i in range(count)) if scored and count else None
-    choices = tuple(ChoiceAnswer(i, tuple(range(count)), text, "stop", "end", logprobs) for i in range(n))
-    kept = answer(choices=choices, usage=Usage(2, n * count, 1))
-    events = stream(kept, replace(WORK, rates=Rates()), 1_234)
-    state, known, counted = folded(events)
-    last = events[-1]
-    assert isinstance(last, InferenceCompleted)
-    whole = answered(state, known, last, counted)
-    assert whole == replace(kept, request_id=ID, tier="interactive", cache_key="")
-    (begun,) = [event for event in events if isinstance(event, GenerationStarted)]
-    assert (begun.cache_age_ms, begun.cache_key, begun.worker_id, begun.rates) == (1_234, "", BY_CACHE, Rates())
-
-
-@given(st.integers(0, 5_000), st.text(max_size=200))
-def test_a_long_answer_is_told_in_chunks_that_add_up(count: int, text: str) -> None:
-    whole = TokensGenerated(ID, 0, Attempt(0, 1), 5, tuple(range(count)), text)
-    found = list(chunks(whole))
-    assert "".join(chunk.text for chunk in found) == text
-    assert tuple(token for chunk in found for token in chunk.token_ids) == whole.token_ids
-    assert [chunk.first for chunk in found] == [5 + sum(len(c.token_ids) for c in found[:i]) for i in range(len(found))]
-    assert len(found) <= CHUNKS_MAX
-    assert len(found) == 1 or count > CHUNK_TOKENS
-
-
-def test_a_hit_is_not_kept_anew() -> None:
-    state, known, counted = folded(stream(answer(), WORK, 0))
-    ending = InferenceCompleted(
-        ID, "acme", "m", "v1", "interactive", Attempt(0, 1), (ChoiceEnd(0, 5, "stop"),), Usage(2, 5), Timings(), ""
-    )
-    assert not may_be_kept(answered(state, known, ending, counted), 100)
-
-
-def test_what_failed_or_is_too_large_or_has_no_name_is_not_kept() -> None:
-    assert may_be_kept(answer(), ENTRY_BYTES_MAX)
-    assert not may_be_kept(answer(), ENTRY_BYTES_MAX + 1)
-    assert not may_be_kept(answer(cache_key=""), 100)
-    assert not may_be_kept(answer(error_reason="engine_error"), 100)
-
-
-def _largest(choice: ChoiceAnswer, n: int) -> InferenceAnswered:
-    """An answer that is as large as may be kept, made of many of the smallest tokens."""
-    each = len(encode(answer(choices=(choice,)))) / 1_000
-    count = int(ENTRY_BYTES_MAX / n / each)
-    times = -(-count // 1_000)
-    return answer(
-        choices=tuple(
-            ChoiceAnswer(
-                i,
-                (choice.token_ids * times)[:count],
-                (choice.text * times)[:count],
-                "stop",
-                logprobs=None if choice.logprobs is None else (choice.logprobs * times)[:count],
-            )
-            for i in range(n)
-        )
-    )
-
-
-@pytest.mark.parametrize("n", [1, 8])
-@pytest.mark.parametrize(
-    "choice",
-    [
-        ChoiceAnswer(0, (1,) * 1_000, "\0" * 1_000, "stop"),
-        ChoiceAnswer(0, (99_999,) * 1_000, "語" * 1_000, "stop"),
-        ChoiceAnswer(0, (1,) * 1_000, "", "stop", logprobs=(TokenLogprob(1, b"", -1.2345678901234567e-100),) * 1_000),
-        ChoiceAnswer(
-            0,
-            (1,) * 1_000,
-            "\0" * 1_000,
-            "stop",
-            logprobs=(TokenLogprob(1, b"", -0.1234567890123456, (Alternative(1, b"", -1.2345678901234567e-100),) * 20),)
-            * 1_000,
-        ),
-    ],
-)
-def test_the_largest_that_is_kept_is_one_batch_in_any_encoding(choice: ChoiceAnswer, n: int) -> None:
-    kept = _largest(choice, n)
-    assert len(encode(kept)) > ENTRY_BYTES_MAX * 0.9
-    told = [encode_json(event) for event in stream(kept, WORK, 0)]
-    assert sum(len(value) + 200 for value in told) < BATCH_BYTES_MAX
-
-
-def test_a_disabled_tenants_answers_are_not_told() -> None:
-    at = world()
-    at.tenants["acme"] = TenantChanged("acme", "salt", at.tenants["acme"].keys, 0, disabled=True)
-    _, refusal = decide(case(sampling=GREEDY), at, of_age(1))
-    assert refusal is not None and refusal.reason is Reason.INVALID_API_KEY

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decisions.accounts import ANY_TIER
 from decisions.deadlines import PASSED_MAX, STOPPED_WITHIN_MS, TOLD_AGAIN_MS, TOLD_MAX, WATCHED_MAX, Watch, Word
 from decisions.endings import refused
+from decisions.recalled import RECALLED_RECORDS
 from decisions.stream import NEW, fold
 from schemas.events import (
     Attempt,
@@ -51,8 +53,8 @@ def completed(rid: str = "r", tenant: str = "acme") -> InferenceCompleted:
     return InferenceCompleted(rid, tenant, "m", "1", "interactive", A, (), Usage(3, 0), Timings(), "w")
 
 
-def failed(rid: str = "r", tenant: str = "acme") -> InferenceFailed:
-    return InferenceFailed(rid, tenant, "m", "1", "interactive", "cancelled", "")
+def failed(rid: str = "r", tenant: str = "acme", tier: str = "interactive") -> InferenceFailed:
+    return InferenceFailed(rid, tenant, "m", "1", tier, "cancelled", "")
 
 
 def watching(*events: Any, at_ms: int = T0) -> Watch:
@@ -113,6 +115,26 @@ def test_who_works_on_what_was_refused_after_all_is_told_to_stop_once(events: An
 
 def test_who_works_on_what_has_another_ending_is_told_nothing_here() -> None:
     assert watching(admitted(), completed(), failed()).stops(T0, ALL) == []
+
+
+@pytest.mark.parametrize(
+    "ended", [completed(), failed(), failed(tier=ANY_TIER)], ids=["completed", "failed", "no tier"]
+)
+def test_of_an_id_that_was_let_in_twice_whatever_still_runs_is_told_to_stop_once_it_has_ended(ended: Any) -> None:
+    """Only one of the two works has a stream, and no other ending will come."""
+    watch = watching(admitted(), admitted())
+    assert watch.stops(T0, ALL) == []
+    for events in ((admitted(), admitted(), ended), (admitted(), ended, admitted()), (ended, admitted())):
+        watch = watching(*events)
+        assert watch.stops(T0, ALL) == [InferenceCancelled("r", "acme")]
+        assert watch.stops(T0, ALL) == []
+
+
+def test_what_ended_is_forgotten_when_whoever_lets_in_forgets_it() -> None:
+    for later, stops in ((RECALLED_RECORDS - 1, 1), (RECALLED_RECORDS, 0)):
+        watch = watching(admitted(), completed())
+        watch.apply(11 + later, T0, admitted())
+        assert len(watch.stops(T0, ALL)) == stops
 
 
 def test_what_was_refused_long_ago_when_it_is_read_needs_no_word() -> None:

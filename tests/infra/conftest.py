@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
 from aiokafka.conn import AIOKafkaConnection
 
 from infra.broker import EmbeddedKafka
+from infra.log import EventProducer
 from infra.settings import KafkaSettings
 from infra.topics import ensure, ensure_core
 from schemas.topics import TopicSpec
@@ -55,3 +56,18 @@ def topic_of() -> Callable[..., Awaitable[str]]:
         return name
 
     return make
+
+
+@pytest.fixture
+async def topic(kafka: KafkaSettings, topic_of: Callable[..., Awaitable[str]]) -> str:
+    """A new topic on the session's cluster."""
+    return await topic_of(kafka)
+
+
+@pytest.fixture
+async def producer(kafka: KafkaSettings) -> AsyncIterator[EventProducer]:
+    """A producer on the session's cluster."""
+    producer = EventProducer(kafka, "test")
+    await producer.start()
+    yield producer
+    await producer.stop()

@@ -17,14 +17,6 @@ from schemas.events import ApiKey, RecordDeadLettered, TenantChanged
 from schemas.topics import DEAD_LETTERS, RECORD_MAX_BYTES, TENANTS, TopicSpec
 
 
-@pytest.fixture
-async def producer(kafka: KafkaSettings):
-    producer = EventProducer(kafka, "test")
-    await producer.start()
-    yield producer
-    await producer.stop()
-
-
 async def found(kafka: KafkaSettings, topic: str) -> list[RecordDeadLettered]:
     codec = Codec()
     events = [

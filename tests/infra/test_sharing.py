@@ -14,6 +14,7 @@ from aiokafka.consumer.group_coordinator import GroupCoordinator
 
 from infra import sharing
 from infra.kafka import make_consumer
+from infra.objections import objection
 from infra.settings import KafkaSettings
 from schemas.topics import LIFECYCLE, TOKENS
 
@@ -62,13 +63,19 @@ async def test_a_topic_that_is_forgotten_for_a_while_is_shared(
         await consumer.stop()
 
 
-async def test_a_topic_that_does_not_exist_holds_up_nobody_for_long(kafka: KafkaSettings) -> None:
-    begun_s = time.monotonic()
+async def test_a_topic_that_does_not_exist_holds_up_nobody_for_long_and_its_leader_says_so(
+    kafka: KafkaSettings,
+) -> None:
+    begun_s, missing = time.monotonic(), f"never-{uuid4().hex}"
     consumer = make_consumer(kafka, group=f"hopeful-{uuid4().hex}")
     await consumer.start()
     try:
-        consumer.subscribe([TOKENS, f"never-{uuid4().hex}"])
+        consumer.subscribe([TOKENS, missing])
         await until_assigned(consumer, {TOKENS})
         assert time.monotonic() - begun_s > sharing.MISSING_WAIT_S
+        assert missing in (objection() or "")
     finally:
         await consumer.stop()
+    async with asyncio.timeout(HEALED_S_MAX):
+        while missing in (objection() or ""):  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(0.05)

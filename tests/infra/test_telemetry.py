@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from infra import metrics, ports
+from infra.objections import objecting
 from infra.redact import MASK, redact_text, redact_value
 from infra.telemetry import OpsServer, configure_logging
 
@@ -155,6 +156,17 @@ async def test_readiness_follows_the_process() -> None:
 
     assert (refused.status_code, refused.text) == (503, "catching up: 12 records behind\n")
     assert (ready.status_code, ready.text) == (200, "ok\n")
+
+
+async def test_whoever_in_the_process_objects_is_heard() -> None:
+    port = ports.free_port()
+    async with OpsServer(port, ready=lambda: None):
+        with objecting("b is missing"), objecting("a is missing"), objecting("a is missing"):
+            refused = await _get(port, "/readyz")
+        ready = await _get(port, "/readyz")
+
+    assert (refused.status_code, refused.text) == (503, "a is missing; b is missing\n")
+    assert ready.status_code == 200
 
 
 async def test_a_check_that_raises_is_not_ready() -> None:

@@ -36,14 +36,6 @@ async def topic(kafka: KafkaSettings, topic_of) -> str:
     return str(await topic_of(kafka, compacted=True))
 
 
-@pytest.fixture
-async def producer(kafka: KafkaSettings):
-    producer = EventProducer(kafka, "test")
-    await producer.start()
-    yield producer
-    await producer.stop()
-
-
 class Seen:
     """Collects what a view applies."""
 

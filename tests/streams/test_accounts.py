@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,8 +35,9 @@ READ_S = 0.5
 ROOM_S_MAX = 20.0
 PROMPT, ANSWER = "hello", 20
 COST = len(PROMPT) + ANSWER
-MINUTE_MS, LEFT_MS, ROUNDED_MS = 60_000, 5_000, 1_500
-"""`ROUNDED_MS`: ledgers count by the second."""
+MINUTE_MS, LEFT_MS, CLOSE_MS = 60_000, 5_000, 200
+PER_REQUEST = "requests_per_minute", "concurrent_requests"
+PER_TOKEN = "tokens_per_minute", "tokens_per_day", "tokens_per_month"
 
 
 @pytest.fixture
@@ -58,7 +60,10 @@ async def limit(site: Site, *quotas: Quota) -> None:
 
 async def asked(site: Site, rid: str | None = None) -> InferenceAdmitted | InferenceRejected:
     """The verdict of one more request."""
-    request_id = await site.ask(PROMPT, rid, sampling=Sampling(max_tokens=ANSWER))
+    return await verdict_of(site, await site.ask(PROMPT, rid, sampling=Sampling(max_tokens=ANSWER)))
+
+
+async def verdict_of(site: Site, request_id: str) -> InferenceAdmitted | InferenceRejected:
     found: InferenceAdmitted | InferenceRejected = await site.one(
         LIFECYCLE,
         InferenceAdmitted | InferenceRejected,  # type: ignore[arg-type]
@@ -116,12 +121,13 @@ async def test_a_refusal_says_when_to_come_again_and_what_is_left(site: Site, ad
     assert work.rates.tokens.remaining == COST
 
 
-async def test_who_comes_again_when_it_was_told_to_is_let_in_and_who_comes_before_is_told_the_same_moment(
+async def test_of_those_who_ask_about_the_moment_that_was_told_the_first_at_or_after_it_is_let_in_and_none_before(
     site: Site, admission: Agent
 ) -> None:
-    """A request of nearly a minute ago is the first to be out of the minute."""
+    """A request of nearly a minute ago is the first to be out of the minute. The broker dates each record, so it is asked without a rest."""
     await limit(site, Quota("interactive", requests_per_minute=1_000))
     ago = await admit(site, ago_ms=MINUTE_MS - LEFT_MS)
+    free_ms = ago.requested_ms + MINUTE_MS
     await complete(site, ago.request_id)
     await asyncio.sleep(READ_S)
     let_in_here = 0
@@ -132,13 +138,19 @@ async def test_who_comes_again_when_it_was_told_to_is_let_in_and_who_comes_befor
             assert work.rates is not None and work.rates.requests is not None
             let_in_here, told = let_in_here + 1, 1_000 - work.rates.requests.remaining
     await limit(site, Quota("interactive", requests_per_minute=let_in_here + 1))
-    for share in (0.5, 1.0):
-        refusal = await refused(site)
-        assert refusal.retry_after_ms is not None
-        left_ms = ago.requested_ms + MINUTE_MS - refusal.requested_ms
-        assert left_ms <= refusal.retry_after_ms <= left_ms + ROUNDED_MS
-        await asyncio.sleep(refusal.retry_after_ms * share / 1_000)
-    await let_in(site)
+    verdicts: list[InferenceAdmitted | InferenceRejected] = [await refused(site)]
+    await asyncio.sleep(max(0, free_ms - CLOSE_MS - now_ms()) / 1_000)
+    ids, asked_ms = list[str](), 0
+    while asked_ms < free_ms + CLOSE_MS:
+        asked_ms = now_ms()
+        ids.append(await site.ask(PROMPT, sampling=Sampling(max_tokens=ANSWER)))
+    verdicts += [await verdict_of(site, request_id) for request_id in ids]
+    for early in (verdict for verdict in verdicts if verdict.requested_ms < free_ms):
+        assert isinstance(early, InferenceRejected), early
+        assert early.requested_ms + (early.retry_after_ms or 0) == free_ms, early
+    first, *others = (verdict for verdict in verdicts if verdict.requested_ms >= free_ms)
+    assert isinstance(first, InferenceAdmitted), first
+    assert {type(other) for other in others} <= {InferenceRejected}
 
 
 async def test_an_ending_makes_room(site: Site, admission: Agent) -> None:
@@ -203,6 +215,37 @@ async def test_many_at_once_pass_no_limit(site: Site, admission: Agent) -> None:
                 break
     assert len(let) == 10
     assert {event.reason for event in out} == {"rate_limited"}
+
+
+async def test_what_is_refused_for_whatever_reason_leaves_room_for_all_that_the_limits_say(
+    site: Site, admission: Agent
+) -> None:
+    """Had one of them used up anything of any limit, the last request would find no room. All reasons are in `decisions`' tests."""
+    limits: dict[str, Any] = dict.fromkeys(PER_REQUEST, 3) | dict.fromkeys(PER_TOKEN, 3 * COST)
+    await limit(site, Quota("interactive", **limits))
+    first = await site.ask(PROMPT, idempotency_key="k", sampling=Sampling(max_tokens=ANSWER))
+    await site.of(LIFECYCLE, InferenceAdmitted, first)
+    elsewhere = site.grant(Reply(f"tokens.{site.tenant}", 0))
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("rate_limited", {"sampling": Sampling(max_tokens=3 * COST)}),
+        ("context_length_exceeded", {"sampling": Sampling(max_tokens=1_000)}),
+        ("invalid_request", {"sampling": Sampling(temperature=9.0)}),
+        ("invalid_request", {"sampling": Sampling(logit_bias={"99999999": 5.0})}),
+        ("model_not_found", {"model": "nothing-like-it"}),
+        ("conflict", {"idempotency_key": "k"}),
+        ("grant_expired", {"send": {"grant": site.grant(valid_ms=-60_000)}}),
+        ("permission_denied", {"send": {"grant": site.grant(tiers=("batch",))}}),
+        ("conflict", {"rid": first, "send": {"grant": elsewhere}}),
+    ]
+    for reason, how in ways:
+        rid = await site.ask("other", **how)
+        told = await site.of(f"tokens.{site.tenant}" if rid == first else TOKENS, InferenceRejected, rid)
+        assert told.reason == reason, how
+    await let_in(site)
+    await let_in(site)
+    refusal = await refused(site)
+    assert refusal.rates is not None and refusal.rates.tokens is not None and refusal.rates.requests is not None
+    assert (refusal.rates.tokens.remaining, refusal.rates.requests.remaining) == (0, 0)
 
 
 async def test_the_same_id_again_reserves_nothing(site: Site, admission: Agent) -> None:

@@ -18,7 +18,8 @@ from infra.settings import AdmissionSettings, KafkaSettings
 from infra.topics import ensure
 from schemas.errors import HeadraceError
 from schemas.topics import TopicSpec
-from streams.faust_shell import FaustShell, InOrderAcks, Parked, Record, Taken
+from streams.acks import InOrderAcks, Taken
+from streams.faust_shell import FaustShell, Parked, Record
 from streams.faust_transport import Message
 from streams.lease import Lease
 

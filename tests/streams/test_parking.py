@@ -20,7 +20,7 @@ from schemas.events import InferenceRejected, InferenceRequested, Position, Repl
 from schemas.reasons import Reason
 from schemas.topics import BATCH, LIFECYCLE, requests_topic
 from streams import parking as module
-from streams.faust_shell import InOrderAcks, Taken
+from streams.acks import InOrderAcks, Taken
 from streams.parking import MANY_PARKED, PACED, Parking
 from tests.streams.bytes_taken import BytesTaken
 

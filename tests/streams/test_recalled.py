@@ -11,7 +11,7 @@ from streams.accounts import SAVE_S
 from streams.faust_shell import AHEAD_MAX, AHEAD_PARKED_MAX, BUFFERED_RECORDS_MAX, POLLED_RECORDS_MAX
 from tests.decisions.ledger_site import saved
 from tests.decisions.ledgers import Asked, admitted, ending, rejected
-from tests.decisions.test_accounts import NOTHING, RUNS, R, in_all, restored, tell, told
+from tests.decisions.telling import NOTHING, RUNS, R, in_all, restored, tell, told
 from tests.decisions.worlds import NOW
 
 READ_STILL = BUFFERED_RECORDS_MAX + POLLED_RECORDS_MAX

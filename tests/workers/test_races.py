@@ -156,7 +156,7 @@ def taken_by(loop: WorkerLoop) -> Work:
         topic=held.tp.topic, partition=0, offset=0, timestamp=10_000, key=b"r", value=b"x", headers=()
     )
     found = Work(held, record, scheduled(), (), Waiting("interactive", "acme", 1 << 60, 1))
-    loop._works[found.key] = found
+    loop._works.hold(found)
     return found
 
 
@@ -175,7 +175,7 @@ async def test_a_reply_topic_that_vanishes_under_an_answer_ends_that_answer_alon
         work = taken_by(loop)
         await loop._see_through(work, Cut())  # type: ignore[arg-type]
     assert isinstance(log.events[-1], RecordDeadLettered)
-    assert not loop._works
+    assert work.key not in loop._works
     assert work.held.window.committable == 1
 
 
@@ -188,7 +188,7 @@ async def test_what_was_taken_from_a_partition_that_is_lost_before_it_is_opened_
     log = Log()
     async with loop_on(log) as loop:
         work = taken_by(loop)
-        loop._works.clear()
+        loop._works.let_go(work)
         batches = [[(work.held, work.record)]]
 
         async def fetch() -> list[Any]:
@@ -206,7 +206,7 @@ async def test_what_was_taken_from_a_partition_that_is_lost_before_it_is_opened_
         task = asyncio.create_task(loop._fetch())
         await asyncio.sleep(0.01)
         task.cancel()
-    assert not loop._works
+    assert work.key not in loop._works
     assert not log.events
 
 
