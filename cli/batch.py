@@ -22,6 +22,7 @@ from cli.registry import Models, now_ms, read_models
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
 from schemas.reasons import Reason
+from schemas.topics import BATCH
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -99,11 +100,13 @@ class Served:
     """What the registry holds, as the front door asks for it, and in `found` what was asked for and is there.
 
     A job that goes on asks for what it found when it was begun, and nothing else is there: lines are gathered by what their models take.
+    A new one doesn't find what isn't served to batch jobs.
     """
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self._stable: Mapping[str, str] = models.stable
+        self._pinned = False
         self.found: dict[str, tuple[str, str]] = {}
 
     def pin(self, job: Job) -> None:
@@ -113,12 +116,17 @@ class Served:
         if (why := unlike(job.served, self._models.versions)) is not None:
             raise HeadraceError(Reason.CONFLICT, f"this job can't go on: {why}; say --new to begin anew")
         self._stable = {model: version for model, (version, _) in job.served.items()}
+        self._pinned = True
 
     def resolve(self, model: str) -> ModelVersionRegistered | None:
-        """The version that a model's name stands for."""
+        """The version that a model's name stands for. Raises HeadraceError (model_not_found) if it isn't served on the tier `batch`."""
+        from decisions.admission import not_on_tier
         from decisions.jobs import form_of
 
         version = self._models.versions.get((model, self._stable.get(model, "")))
+        if version is not None and BATCH not in version.tiers and not self._pinned:
+            refusal = not_on_tier(model, BATCH)
+            raise HeadraceError(refusal.reason, refusal.message, param=refusal.param)
         if version is not None and model not in self.found:
             self.found[model] = (version.version, form_of(version))
         return version
@@ -211,6 +219,7 @@ class _Work:
                     return self._tell(job, 0.0, 0, None)
                 job = again
                 served.pin(job)
+                asking = replace(asking, prompts=job.prompts)
                 if job.repeats:
                     asking = replace(asking, repeats=(await self._check(asking)).repeats)
             return await self._go(job, asking, files)

@@ -37,6 +37,7 @@ def asked_again(job: Job, created_ms: int, seed: str, numbers: Sequence[int]) ->
     return Job(
         created_ms, seed, job.input_digest, job.options, job.lines, job.served, done=job.done, failed=kept_failed, tenant=job.tenant, cluster=job.cluster,
         only=ranges_of(numbers), earlier=job.done + kept_failed,
+        prompts=job.prompts,
     )  # fmt: skip
 
 

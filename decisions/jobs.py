@@ -226,6 +226,7 @@ class Job:
         lines: how many it has.
         tenant, cluster: whose requests they are, and in which Kafka cluster; empty until the first is asked.
         served: what the check of its lines found of each model that they name and that is deployed: its version, and the `form_of` that.
+        prompts: whether that check looked for language models, too.
         out_bytes, out_crc32: so much of the output is whole, and its checksum; what follows was cut off.
         positions: of each partition of `answers` the offset up to which answers are in the output.
         asked: units that may have been asked are below this number.
@@ -258,6 +259,7 @@ class Job:
     may_pass: int = 0
     only: Numbers | None = None
     earlier: int = 0
+    prompts: bool = True
 
     @property
     def tag(self) -> bytes:
@@ -337,6 +339,7 @@ class Job:
             "may_pass": self.may_pass,
             "only": self.only,
             "earlier": self.earlier,
+            "prompts": self.prompts,
         }
 
     @classmethod
@@ -352,6 +355,7 @@ class Job:
                 {int(key): Tries(*counts) for key, counts in kept["tries"].items()}, kept["done"], kept["failed"],
                 kept["tenant"], kept["cluster"], kept["repeats"], kept["out_crc32"],
                 kept.get("may_pass", kept["failed"]), _numbers(kept.get("only")), kept.get("earlier", 0),
+                kept.get("prompts", False),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
@@ -362,6 +366,6 @@ def _numbers(kept: Any) -> Numbers | None:
     return None if kept is None else [(first, last) for first, last in kept]
 
 
-VERSION = 5
-READABLE = (4, VERSION)
-"""4 knew of no lines that are asked again; it may have any."""
+VERSION = 6
+READABLE = (4, 5, VERSION)
+"""4 knew of no lines that are asked again; it may have any. Neither it nor 5 looked for language models."""

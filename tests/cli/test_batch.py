@@ -248,7 +248,7 @@ def test_a_request_that_failed_for_good_has_its_own_line(job: Job, answering: An
         openai_line("y", "/v1/chat/completions", model="gone", messages=[{"role": "user", "content": "hi"}]),
     )
     result = job.run("--model", CHAT)
-    assert result.return_value == 1
+    assert result.return_value == 1, "--model is asked whatever the lines name"
     assert job.by_id["x"]["response"]["body"]["error"]["code"] == "engine_error"
     assert job.by_id["y"]["response"]["body"]["model"] == CHAT
 
@@ -260,17 +260,21 @@ def test_bad_lines_are_told_before_anything_is_asked(job: Job, answering: Answer
         openai_line("b", "/v1/embeddings", model=CHAT, input="ok"),
         openai_line("a", "/v1/embeddings", model=EMBED, input="again"),
         openai_line("d", "/v1/audio", model=EMBED, input="ok"),
+        openai_line("e", "/v1/chat/completions", model="gone", messages=[{"role": "user", "content": "hi"}]),
+        openai_line("f", "/v1/completions", model=CLASSIFY, prompt="hi"),
     )
     result = job.run()
     assert result.return_value == 2
-    for number, text in ((2, "not JSON"), (3, "gives no embeddings"), (4, "line 1"), (5, "url must be")):
+    told = ((2, "not JSON"), (3, "gives no embeddings"), (4, "line 1"), (5, "url must be"))
+    for number, text in (*told, (6, "`gone` does not exist"), (7, "takes tensors")):
         assert any(f":{number}: " in line and text in line for line in result.stderr.splitlines()), result.stderr
     assert not answering.requests
     assert not job.out.exists()
     result = job.run("--skip-bad")
     assert result.return_value == 1
-    assert [answer["error"]["line"] for answer in job.answers if answer["response"] is None] == [2, 3, 4, 5]
-    assert len(job.answers) == 5
+    assert [answer["error"]["line"] for answer in job.answers if answer["response"] is None] == [2, 3, 4, 5, 6, 7]
+    assert len(job.answers) == 7
+    assert (job.by_id["e"]["error"]["code"], job.by_id["e"]["error"]["param"]) == ("model_not_found", "model")
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["at once", "when the log has forgotten what was asked"])

@@ -166,6 +166,13 @@ def test_a_job_is_the_same_after_it_was_kept() -> None:
     assert not job.finished
 
 
+def test_a_job_of_an_earlier_build_did_not_look_for_language_models() -> None:
+    kept = Job(1, "seed", "digest", {}, 9).to_json()
+    assert Job.from_json(kept).prompts
+    del kept["prompts"]
+    assert not Job.from_json({**kept, "version": 5}).prompts
+
+
 def test_a_job_goes_on_with_the_versions_that_its_lines_were_checked_with() -> None:
     embed, classify, _ = small_versions("batch")
     versions = {(version.model, version.version): version for version in (embed, classify)}
