@@ -214,6 +214,7 @@ class _Work:
             else:
                 await self._check_same(job)
                 await asyncio.to_thread(files.begin, job)
+                await asyncio.to_thread(self._count_reasons, job, files)
                 again = await asyncio.to_thread(self._again, job, files)
                 if again is None:
                     return self._tell(job, 0.0, 0, None)
@@ -234,6 +235,11 @@ class _Work:
             return job
         self._put_in_order(job, files)
         return begin_again(files, job, now_ms())
+
+    def _count_reasons(self, job: Job, files: JobFiles) -> None:
+        from cli.batch_again import count_reasons
+
+        count_reasons(files, job)
 
     def _put_in_order(self, job: Job, files: JobFiles) -> None:
         from cli.batch_again import put_in_order
@@ -368,11 +374,13 @@ class _Work:
     def _tell(self, job: Job, took_s: float, now: int, stopped: signal.Signals | None) -> int:
         rate = now / took_s if took_s > 0 else 0.0
         left = job.lines - job.done - job.failed
+        reasons = dict(sorted(job.reasons.items(), key=lambda each: (-each[1], each[0])))
         if self.as_json:
-            facts = {"lines": job.lines, "done": job.done, "failed": job.failed, "left": left}
+            facts = {"lines": job.lines, "done": job.done, "failed": job.failed, "reasons": reasons, "left": left}
             print_json({**facts, "seconds": round(took_s, 3), "lines_per_s": round(rate, 3), "out": str(self.out)})
         else:
-            parts = [f"{job.lines} lines: {job.done} done, {job.failed} failed"]
+            why = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+            parts = [f"{job.lines} lines: {job.done} done, {job.failed} failed{f' ({why})' if why else ''}"]
             parts += [f"{left} left"] if left else []
             parts += [f"{now} in {took_s:.1f} s, {rate:.1f} lines/s"] if now else []
             click.echo(f"{', '.join(parts)}. {self.out}")

@@ -220,7 +220,9 @@ def test_run_again_a_job_asks_what_may_pass_and_no_more(
         job.write(*(openai_line(f"line-{n + 1}", "/v1/chat/completions", messages=m) for n, m in enumerate(messages)))
     arguments = ("--model", model, *options)
     first = job.run(*arguments)
-    assert (first.return_value, json.loads(first.stdout)["failed"]) == (1, 3)
+    told = json.loads(first.stdout)
+    assert (first.return_value, told["failed"]) == (1, 3)
+    assert told["reasons"] == {"deadline_exceeded": 2, "engine_error": 1}
     assert "2 of those that failed may be answered yet; the same command asks them again" in first.stderr
     asked = len(answering.requests)
     assert job.run(*arguments).return_value == 1, "they may fail again"
@@ -231,7 +233,7 @@ def test_run_again_a_job_asks_what_may_pass_and_no_more(
     answering.trouble = False
     result = job.run(*arguments)
     told = json.loads(result.stdout)
-    assert (result.return_value, told["lines"], told["done"], told["failed"]) == (1, 6, 5, 1)
+    assert (result.return_value, told["lines"], told["done"], told["reasons"]) == (1, 6, 5, {"engine_error": 1})
     assert {name for name, answer in job.by_id.items() if answer["error"]} == {"line-4"}
     if options:
         assert list(job.by_id) == [f"line-{number}" for number in range(1, 7)]

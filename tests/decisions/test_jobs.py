@@ -152,10 +152,11 @@ def test_a_job_is_the_same_after_it_was_kept() -> None:
         tries={4 * 256 + 1: Tries(2, 1, 1), 3 * 256: Tries(1)},
         split={3},
     )
-    job.written(1, 2, 1)
-    job.written(0, 1, 0)
-    job.written(3, 1, 0)
+    job.written(1, 2, ["overloaded"])
+    job.written(0, 1)
+    job.written(3, 1)
     assert (job.units.below, job.units.above, job.split, job.done, job.failed) == (2, {3}, set(), 4, 1)
+    assert (job.reasons, job.may_pass) == ({"overloaded": 1}, 1)
     assert job.part(4, 1).tries == 2
     assert job.part(3, 0).tries == job.part(4, 0).tries == 0
     job.try_again(job.part(4, 0))
