@@ -276,7 +276,8 @@ def test_bad_lines_are_told_before_anything_is_asked(job: Job, answering: Answer
     assert result.return_value == 1
     assert [answer["error"]["line"] for answer in job.answers if answer["response"] is None] == [2, 3, 4, 5, 6, 7]
     assert len(job.answers) == 7
-    assert (job.by_id["e"]["error"]["code"], job.by_id["e"]["error"]["param"]) == ("model_not_found", "model")
+    (gone,) = (answer["error"] for answer in job.answers if answer["custom_id"] == "e")
+    assert (gone["code"], gone["param"]) == ("model_not_found", "model")
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["at once", "when the log has forgotten what was asked"])
