@@ -16,18 +16,20 @@ ITEMS_MAX = 2_048
 """Inputs of one call, as OpenAI has it."""
 TOKEN_ID_MAX = (1 << 31) - 1
 _BASE64 = "base64"
+_TEXTS = "a string, a list of strings, token ids, or a list of token ids"
+_THINGS = 'a string, {{"base64": "…"}}, a list of these, token ids, or a list of token ids'
 
 
 def _fault(text: str, at: str = "", **context: Any) -> PydanticCustomError:
     return PydanticCustomError("input", text, {"at": at, **context})
 
 
-def _listed(value: Any) -> list[Any]:
-    """One item, or a list of them, as a list of 1 to `ITEMS_MAX`."""
+def _listed(value: Any, forms: str = _TEXTS) -> list[Any]:
+    """One item, or a list of them, as a list of 1 to `ITEMS_MAX`. `forms` says what may be given."""
     single = isinstance(value, str | dict) or (isinstance(value, list) and value and type(value[0]) is int)
     items = [value] if single else value
     if not isinstance(items, list):
-        raise _fault("must be a string, a list of strings, token ids, or a list of token ids")
+        raise _fault(f"must be {forms}")
     if not items:
         raise _fault("is empty")
     if len(items) > ITEMS_MAX:
@@ -58,7 +60,7 @@ def _texts(value: Any) -> list[Any]:
 
 def _things(value: Any) -> list[Any]:
     """Texts, token ids, or bytes: `{"base64": …}`. Which of these a model takes is looked at later."""
-    items = _listed(value)
+    items = _listed(value, _THINGS)
     if type(items[0]) is list or (type(items[0]) is str and all(type(item) is str for item in items)):
         return items if type(items[0]) is str else _texts(value)
     return [_thing(item, _at(value, index)) for index, item in enumerate(items)]

@@ -100,8 +100,19 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def _content(model: type[BaseModel], media_type: str = "application/json") -> dict[str, Any]:
-    return {media_type: {"schema": {"$ref": _REF.format(model=model.__name__)}}}
+def _content(model: type[BaseModel]) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}}
+
+
+def _events(*chunks: type[BaseModel]) -> dict[str, Any]:
+    """Server-sent events, as OpenAPI describes one: an object whose data is text. That is JSON, a chunk or an error, and at last `[DONE]`."""
+    kinds: tuple[type[BaseModel], ...] = (*chunks, answers.ErrorAnswer)
+    told = [{"$ref": _REF.format(model=kind.__name__)} for kind in kinds]
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": told}}
+    done = {"const": "[DONE]", "description": "The end of an answer that is whole."}
+    place = {"type": "string", "description": "The stream goes on after this by `Last-Event-ID`."}
+    event = {"type": "object", "properties": {"id": place, "data": {"anyOf": [data, done]}}, "required": ["data"]}
+    return {"text/event-stream": {"schema": event}}
 
 
 def _errors(*statuses: str) -> dict[str, Any]:
@@ -170,7 +181,7 @@ def _resume() -> dict[str, Any]:
         "responses": {
             "200": {
                 "description": "The chunks that follow, then `[DONE]`.",
-                "content": _content(answers.ChatChunk, "text/event-stream"),
+                "content": _events(answers.ChatChunk, answers.CompletionAnswer),
             },
             **_errors("400", "401", "403", "404", "429", "500", "503", "504"),
         },
@@ -205,7 +216,7 @@ def _call(
     answer = {
         "description": f"The answer{streams}.",
         "headers": {"X-Request-Id": _header("Names the request in the log."), **_rate_headers(), **_cache_headers()},
-        "content": _content(whole) | (_content(chunk, "text/event-stream") if chunk else {}),
+        "content": _content(whole) | (_events(chunk) if chunk else {}),
     }
     errors = _errors(*_ERRORS)
     wait = {"Retry-After": _header("Seconds to wait.", "integer")}

@@ -22,6 +22,7 @@ from cli.registry import Models, now_ms, read_models
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
 from schemas.reasons import Reason
+from schemas.topics import BATCH
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -99,11 +100,13 @@ class Served:
     """What the registry holds, as the front door asks for it, and in `found` what was asked for and is there.
 
     A job that goes on asks for what it found when it was begun, and nothing else is there: lines are gathered by what their models take.
+    A new one doesn't find what isn't served to batch jobs.
     """
 
     def __init__(self, models: Models) -> None:
         self._models = models
         self._stable: Mapping[str, str] = models.stable
+        self._pinned = False
         self.found: dict[str, tuple[str, str]] = {}
 
     def pin(self, job: Job) -> None:
@@ -113,12 +116,17 @@ class Served:
         if (why := unlike(job.served, self._models.versions)) is not None:
             raise HeadraceError(Reason.CONFLICT, f"this job can't go on: {why}; say --new to begin anew")
         self._stable = {model: version for model, (version, _) in job.served.items()}
+        self._pinned = True
 
     def resolve(self, model: str) -> ModelVersionRegistered | None:
-        """The version that a model's name stands for."""
+        """The version that a model's name stands for. Raises HeadraceError (model_not_found) if it isn't served on the tier `batch`."""
+        from decisions.admission import not_on_tier
         from decisions.jobs import form_of
 
         version = self._models.versions.get((model, self._stable.get(model, "")))
+        if version is not None and BATCH not in version.tiers and not self._pinned:
+            refusal = not_on_tier(model, BATCH)
+            raise HeadraceError(refusal.reason, refusal.message, param=refusal.param)
         if version is not None and model not in self.found:
             self.found[model] = (version.version, form_of(version))
         return version
@@ -206,11 +214,13 @@ class _Work:
             else:
                 await self._check_same(job)
                 await asyncio.to_thread(files.begin, job)
+                await asyncio.to_thread(self._count_reasons, job, files)
                 again = await asyncio.to_thread(self._again, job, files)
                 if again is None:
                     return self._tell(job, 0.0, 0, None)
                 job = again
                 served.pin(job)
+                asking = replace(asking, prompts=job.prompts)
                 if job.repeats:
                     asking = replace(asking, repeats=(await self._check(asking)).repeats)
             return await self._go(job, asking, files)
@@ -225,6 +235,11 @@ class _Work:
             return job
         self._put_in_order(job, files)
         return begin_again(files, job, now_ms())
+
+    def _count_reasons(self, job: Job, files: JobFiles) -> None:
+        from cli.batch_again import count_reasons
+
+        count_reasons(files, job)
 
     def _put_in_order(self, job: Job, files: JobFiles) -> None:
         from cli.batch_again import put_in_order
@@ -359,11 +374,13 @@ class _Work:
     def _tell(self, job: Job, took_s: float, now: int, stopped: signal.Signals | None) -> int:
         rate = now / took_s if took_s > 0 else 0.0
         left = job.lines - job.done - job.failed
+        reasons = dict(sorted(job.reasons.items(), key=lambda each: (-each[1], each[0])))
         if self.as_json:
-            facts = {"lines": job.lines, "done": job.done, "failed": job.failed, "left": left}
+            facts = {"lines": job.lines, "done": job.done, "failed": job.failed, "reasons": reasons, "left": left}
             print_json({**facts, "seconds": round(took_s, 3), "lines_per_s": round(rate, 3), "out": str(self.out)})
         else:
-            parts = [f"{job.lines} lines: {job.done} done, {job.failed} failed"]
+            why = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+            parts = [f"{job.lines} lines: {job.done} done, {job.failed} failed{f' ({why})' if why else ''}"]
             parts += [f"{left} left"] if left else []
             parts += [f"{now} in {took_s:.1f} s, {rate:.1f} lines/s"] if now else []
             click.echo(f"{', '.join(parts)}. {self.out}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -17,12 +19,24 @@ from schemas.reasons import Reason, lookup
 _ANSWER_ENDS = b'"error":null}\n'
 
 
-def may_pass(line: bytes) -> int | None:
-    """Of a line of an output that is an error which may pass, the number of the input's line."""
+def error_of(line: bytes) -> dict[str, Any] | None:
+    """Of a line of an output that is an error, what it tells: `code` is its reason, `line` the number of the input's line."""
     if line.endswith(_ANSWER_ENDS):  # an answer may be large, and isn't parsed
         return None
-    error = orjson.loads(line)["error"]
+    error: dict[str, Any] | None = orjson.loads(line)["error"]
+    return error
+
+
+def may_pass(line: bytes) -> int | None:
+    """Of a line of an output that is an error which may pass, the number of the input's line."""
+    error = error_of(line)
     return error["line"] if error is not None and lookup(error["code"]).retriable else None
+
+
+def count_reasons(files: JobFiles, job: Job) -> None:
+    """The reasons of a job's errors as its output has them, if it was kept by an earlier build, which didn't count them."""
+    if job.reasons.total() != job.failed:
+        job.reasons = Counter(error["code"] for line in files.lines(job) if (error := error_of(line)) is not None)
 
 
 def begin_again(files: JobFiles, job: Job, now_ms: int) -> Job | None:

@@ -19,9 +19,10 @@ from bridge.openai_classifications import ClassificationCall
 from bridge.openai_completions import CompletionCall
 from bridge.openai_embeddings import EmbeddingCall
 from bridge.tensor_calls import Models, TensorCall, body_param
+from decisions.admission import unknown_model
 from decisions.jobs import SPLIT_PART, Weight, merged, parted, shares
 from decisions.resume import rest
-from decisions.signature import EMBEDDING, LENGTHS, PROCESSORS
+from decisions.signature import EMBEDDING, LENGTHS, PROCESSORS, unfit
 from decisions.validation import problem
 from schemas.errors import HeadraceError
 from schemas.events import InferenceAnswered, InferenceRequested, Tensor, Usage
@@ -45,13 +46,15 @@ ParsedCall = ChatCall | CompletionCall | TensorCall
 class Asking:
     """What holds for all lines: the model that is asked whatever they name, what is served, and the wishes of plain lines.
 
-    `repeats` are the numbers of lines whose id an earlier line has, and of which that is: they aren't asked.
+    `repeats` are the numbers of lines whose id an earlier line has, and of which that is: they aren't asked. `prompts` says that a line for a language
+    model whose model isn't there can't be asked; else the log says so.
     """
 
     models: Models
     model: str | None = None
     wishes: Mapping[str, Any] = field(default_factory=dict)
     repeats: Mapping[int, int] = field(default_factory=dict)
+    prompts: bool = True
 
 
 @dataclass(slots=True)
@@ -165,12 +168,22 @@ def _plain(given: Mapping[str, Any], asking: Asking) -> tuple[str, dict[str, Any
 
 
 def _call(url: str, body: Mapping[str, Any], asking: Asking) -> ParsedCall:
-    if url == CHAT:
-        return ChatCall(body)
-    if url == COMPLETIONS:
-        return CompletionCall(body)
+    if url in (CHAT, COMPLETIONS):
+        call = ChatCall(body) if url == CHAT else CompletionCall(body)
+        if asking.prompts:
+            _check_prompted(call.requests[0], asking.models)
+        return call
     kind = EmbeddingCall if url == EMBEDDINGS else ClassificationCall
     return kind(body, None, asking.models)
+
+
+def _check_prompted(request: InferenceRequested, models: Models) -> None:
+    """Raises HeadraceError with admission's words if a prompt's model isn't there, or takes none."""
+    if (version := models.resolve(request.model)) is None:
+        refusal = unknown_model(request.model)
+        raise HeadraceError(refusal.reason, refusal.message, param=refusal.param)
+    if (found := unfit(request, version)) is not None:
+        raise HeadraceError(Reason.INVALID_REQUEST, found.message, param=found.param)
 
 
 # --- a unit's requests, and its lines' answers -----------------------------------------------------------------------

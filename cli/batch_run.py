@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from cli.batch_again import may_pass
+from cli.batch_again import error_of
 from cli.batch_away import AWAY_MAX_S, AWAY_POLL_S, follow
 from cli.batch_files import PAUSE_LINES, JobFiles
 from cli.batch_flights import Flight, fault_of, refused, size_of
@@ -383,8 +383,8 @@ class Runner:
         assert flight.shown is not None
         self._files.write(b"".join(line for line, _ in flight.shown), self.job)
         good = sum(1 for _, is_answer in flight.shown if is_answer)
-        passing = sum(1 for line, is_answer in flight.shown if not is_answer and may_pass(line) is not None)
-        self.job.written(flight.unit, good, len(flight.shown) - good, passing)
+        errors = (error_of(line) for line, is_answer in flight.shown if not is_answer)
+        self.job.written(flight.unit, good, [error["code"] for error in errors if error is not None])
         del self._flights[flight.unit]
         self._bytes -= flight.size_bytes
 

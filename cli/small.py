@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,12 +30,15 @@ CALL_ITEMS_MAX = 64
 CALL_BYTES_MAX = 4 * 1024 * 1024
 NUMBERS_SHOWN = 4
 TEXT_SHOWN_MAX = 60
+TEXT_BYTES_MAX = REQUEST_MAX_BYTES
+"""No longer line is a text that fits a request."""
+_FILE = click.Path(path_type=Path, dir_okay=False, exists=True, allow_dash=True)
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print a JSON object an input.")
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What is classified: its name, and what the front door gets."""
+    """What is classified or embedded: its name, and what the front door gets."""
 
     name: str
     content: str | dict[str, str]
@@ -43,7 +47,7 @@ class Item:
 
 @click.command()
 @click.argument("model")
-@click.argument("files", nargs=-1, type=click.Path(path_type=Path, dir_okay=False, exists=True, allow_dash=True))
+@click.argument("files", nargs=-1, type=_FILE)
 @click.option("--text", "texts", multiple=True, help="Classify this text; may be given several times.")
 @click.option("--top-k", type=click.IntRange(1), default=3, show_default=True, help="So many classes of each.")
 @URL
@@ -64,7 +68,7 @@ def classify(
     shown = table("input", "class", ">score", "then")
     refused: list[Path] = []
     with front_door(url, key) as client, _shown_at_last(shown):
-        for items in _calls(chain((Item(text, text, len(text)) for text in texts), _items(files, refused))):
+        for items in _calls(chain(map(text_item, texts), _items(files, refused))):
             for item, found in zip(items, classified(client, model, items, top_k), strict=True):
                 if as_json:
                     print_json({"input": item.name, **{name: found[name] for name in ("label", "score", "classes")}})
@@ -129,29 +133,85 @@ def item_of(path: Path) -> Item:
     return Item(str(path), {"base64": base64.b64encode(content).decode()}, len(content))
 
 
+def text_item(text: str) -> Item:
+    """A text; its size is what it takes in a body. Raises HeadraceError (invalid_request) for an argument that isn't UTF-8."""
+    try:
+        return Item(text, text, len(json.dumps(text, ensure_ascii=False).encode()))
+    except UnicodeEncodeError:
+        raise HeadraceError(Reason.INVALID_REQUEST, f"{text!r} is no text: it isn't UTF-8") from None
+
+
+def lines_of(name: str) -> Iterator[str]:
+    """A file's lines that aren't blank, one after the other; `-` is standard input. Raises HeadraceError for one that is too long or no UTF-8, and OSError."""
+    with click.open_file(name, "rb") as file:
+        number = 0
+        while line := file.readline(TEXT_BYTES_MAX + 1):
+            number += 1
+            if len(line) > TEXT_BYTES_MAX:
+                text = f"{name}: line {number} has more than {TEXT_BYTES_MAX} bytes"
+                raise HeadraceError(Reason.PAYLOAD_TOO_LARGE, text)
+            try:
+                text = line.decode().rstrip("\r\n")
+            except UnicodeDecodeError:
+                raise HeadraceError(Reason.INVALID_REQUEST, f"{name}: line {number} isn't UTF-8") from None
+            if text and not text.isspace():
+                yield text
+
+
+def _texts(texts: Sequence[str], files: Sequence[Path]) -> Iterator[str]:
+    for text in texts:
+        yield from lines_of(text) if text == "-" else (text,)
+    for file in files:
+        yield from lines_of(str(file))
+
+
 @click.command()
 @click.argument("model")
-@click.argument("texts", nargs=-1, required=True, metavar="TEXT...")
+@click.argument("texts", nargs=-1, metavar="[TEXT]...")
+@click.option(
+    "--file", "-f", "files", multiple=True, type=_FILE, help="Embed each line of this file; may be given several times."
+)
 @click.option("--dimensions", type=click.IntRange(1), help="Cut each embedding to so many numbers.")
 @URL
 @KEY
 @_JSON
 def embed(
-    model: str, texts: tuple[str, ...], dimensions: int | None, url: str | None, key: str | None, as_json: bool
+    model: str,
+    texts: tuple[str, ...],
+    files: tuple[Path, ...],
+    dimensions: int | None,
+    url: str | None,
+    key: str | None,
+    as_json: bool,
 ) -> None:
-    """Embed each TEXT by MODEL; of several, how like the first each of the others is."""
-    with front_door(url, key) as client:
-        vectors = embedded(client, model, texts, dimensions)
-    if as_json:
-        for text, vector in zip(texts, vectors, strict=True):
-            print_json({"text": text, "embedding": [None if math.isnan(number) else number for number in vector]})
-        return
+    """Embed each TEXT by MODEL, in order; of several, how like the first each of the others is.
+
+    - stands for the lines of standard input, one text each, which are read, too, where neither TEXT nor --file is given. Blank lines are passed over.
+    """
+    if not texts and not files:
+        if click.get_binary_stream("stdin").isatty():
+            raise click.UsageError("give texts, --file, or lines on standard input")
+        texts = ("-",)
     shown = table("text", ">numbers", "the first of them", ">like the first")
-    for index, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
-        few = ", ".join(f"{number:+.4f}" for number in vector[:NUMBERS_SHOWN])
-        like = f"{likeness(vectors[0], vector):.3f}" if index else ""
-        shown.add_row(_short(text), str(len(vector)), f"{few}{', …' if len(vector) > NUMBERS_SHOWN else ''}", like)
-    console().print(shown)
+    first: list[float] | None = None
+    with front_door(url, key) as client, _shown_at_last(shown):
+        for items in _calls(map(text_item, _texts(texts, files))):
+            vectors = embedded(client, model, [item.name for item in items], dimensions)
+            for item, vector in zip(items, vectors, strict=True):
+                if as_json:
+                    told = [None if math.isnan(number) else number for number in vector]
+                    print_json({"text": item.name, "embedding": told})
+                else:
+                    shown.add_row(*_row(item.name, vector, first))
+                first = first or vector
+    if first is None:
+        raise click.UsageError("there is no text: all lines are blank")
+
+
+def _row(text: str, vector: Sequence[float], first: Sequence[float] | None) -> tuple[str, str, str, str]:
+    few = ", ".join(f"{number:+.4f}" for number in vector[:NUMBERS_SHOWN])
+    like = "" if first is None else f"{likeness(first, vector):.3f}"
+    return _short(text), str(len(vector)), f"{few}{', …' if len(vector) > NUMBERS_SHOWN else ''}", like
 
 
 def embedded(

@@ -121,13 +121,9 @@ def check_route(case: Case, world: World) -> Case | Refusal:
     model = case.request.model
     version = world.stable(model)
     if version is None:
-        return Refusal(
-            Reason.MODEL_NOT_FOUND,
-            f"The model `{model}` does not exist; ask for the list of models to see those that do.",
-            "model",
-        )
+        return unknown_model(model)
     if case.tier not in version.tiers:
-        return Refusal(Reason.MODEL_NOT_FOUND, f"The model `{model}` is not served on the tier {case.tier}.", "model")
+        return not_on_tier(model, case.tier)
     given = case.request.prompt_token_ids
     if given is not None and len(given) >= version.context_length:
         return Refusal(
@@ -136,6 +132,17 @@ def check_route(case: Case, world: World) -> Case | Refusal:
             "prompt_token_ids",
         )
     return case.noting("route", version.version, "stable", version=version)
+
+
+def unknown_model(model: str) -> Refusal:
+    """No version has a model's name."""
+    text = f"The model `{model}` does not exist; ask for the list of models to see those that do."
+    return Refusal(Reason.MODEL_NOT_FOUND, text, "model")
+
+
+def not_on_tier(model: str, tier: str) -> Refusal:
+    """Its version has other tiers alone."""
+    return Refusal(Reason.MODEL_NOT_FOUND, f"The model `{model}` is not served on the tier {tier}.", "model")
 
 
 def check_signature(case: Case, _world: World) -> Case | Refusal:

@@ -6,10 +6,12 @@ Nothing here reads a clock, draws at random or does I/O.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from decisions.jobs import Job, Numbers
+from schemas.reasons import lookup
 
 T = TypeVar("T")
 
@@ -34,9 +36,11 @@ def among(number: int, ranges: Sequence[tuple[int, int]]) -> bool:
 def asked_again(job: Job, created_ms: int, seed: str, numbers: Sequence[int]) -> Job:
     """The job that asks these lines of a finished one again, under ids of its own. Their errors leave the output, and all else stays there."""
     kept_failed = job.failed - len(numbers)
+    reasons = Counter({reason: count for reason, count in job.reasons.items() if not lookup(reason).retriable})
     return Job(
         created_ms, seed, job.input_digest, job.options, job.lines, job.served, done=job.done, failed=kept_failed, tenant=job.tenant, cluster=job.cluster,
         only=ranges_of(numbers), earlier=job.done + kept_failed,
+        prompts=job.prompts, reasons=reasons,
     )  # fmt: skip
 
 

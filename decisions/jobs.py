@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 from schemas.events import ModelVersionRegistered
 from schemas.ids import request_id, tail
 from schemas.parts import Tensor
+from schemas.reasons import lookup
 from schemas.tensors import BYTES, ITEM_BYTES, elements, pack, unpack
 
 ROWS_MAX = 64
@@ -226,6 +228,7 @@ class Job:
         lines: how many it has.
         tenant, cluster: whose requests they are, and in which Kafka cluster; empty until the first is asked.
         served: what the check of its lines found of each model that they name and that is deployed: its version, and the `form_of` that.
+        prompts: whether that check looked for language models, too.
         out_bytes, out_crc32: so much of the output is whole, and its checksum; what follows was cut off.
         positions: of each partition of `answers` the offset up to which answers are in the output.
         asked: units that may have been asked are below this number.
@@ -233,7 +236,7 @@ class Job:
         tries: of a request (`unit` times `PARTS_MAX` plus its part), what came of it before.
         repeats: how many lines have an earlier one's id; they aren't asked.
         done, failed: of the lines in the output, those with an answer, and those with an error.
-        may_pass: of those with an error, those whose reason may pass: they are asked again when the job is run once more.
+        reasons: of those with an error, how many have which reason.
         only: the numbers of the lines that are asked; None if all are. `earlier` is how many of the others are in the output.
     """
 
@@ -255,9 +258,10 @@ class Job:
     cluster: str = ""
     repeats: int = 0
     out_crc32: int = 0
-    may_pass: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
     only: Numbers | None = None
     earlier: int = 0
+    prompts: bool = True
 
     @property
     def tag(self) -> bytes:
@@ -268,6 +272,11 @@ class Job:
     def finished(self) -> bool:
         """Whether every line is in the output."""
         return self.done + self.failed >= self.lines
+
+    @property
+    def may_pass(self) -> int:
+        """How many lines have an error whose reason may pass: they are asked again when the job is run once more."""
+        return sum(count for reason, count in self.reasons.items() if lookup(reason).retriable)
 
     @property
     def prefix(self) -> str:
@@ -301,15 +310,15 @@ class Job:
         now = Tries(part.tries + 1, before.refused + refused, before.failed + failed)
         self.tries[part.unit * PARTS_MAX + part.part] = now
 
-    def written(self, unit: int, good: int, bad: int, may_pass: int = 0) -> None:
-        """A unit's lines are in the output: so many answers and errors, and of these so many whose reason may pass."""
+    def written(self, unit: int, good: int, reasons: Sequence[str] = ()) -> None:
+        """A unit's lines are in the output: so many answers, and errors with these reasons."""
         self.units.add(unit)
         self.split.discard(unit)
         for key in [key for key in self.tries if key // PARTS_MAX == unit]:
             del self.tries[key]
         self.done += good
-        self.failed += bad
-        self.may_pass += may_pass
+        self.failed += len(reasons)
+        self.reasons.update(reasons)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -334,9 +343,10 @@ class Job:
             "tenant": self.tenant,
             "cluster": self.cluster,
             "repeats": self.repeats,
-            "may_pass": self.may_pass,
+            "reasons": self.reasons,
             "only": self.only,
             "earlier": self.earlier,
+            "prompts": self.prompts,
         }
 
     @classmethod
@@ -351,7 +361,8 @@ class Job:
                 Done(kept["below"], set(kept["above"])), set(kept["split"]),
                 {int(key): Tries(*counts) for key, counts in kept["tries"].items()}, kept["done"], kept["failed"],
                 kept["tenant"], kept["cluster"], kept["repeats"], kept["out_crc32"],
-                kept.get("may_pass", kept["failed"]), _numbers(kept.get("only")), kept.get("earlier", 0),
+                Counter(kept.get("reasons", {})), _numbers(kept.get("only")), kept.get("earlier", 0),
+                kept.get("prompts", False),
             )  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from None
@@ -362,6 +373,6 @@ def _numbers(kept: Any) -> Numbers | None:
     return None if kept is None else [(first, last) for first, last in kept]
 
 
-VERSION = 5
-READABLE = (4, VERSION)
-"""4 knew of no lines that are asked again; it may have any."""
+VERSION = 6
+READABLE = (4, 5, VERSION)
+"""4 knew of no lines that are asked again; it may have any. Neither it nor 5 looked for language models, or kept reasons."""

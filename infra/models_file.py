@@ -37,11 +37,11 @@ from typing import Any
 import yaml
 
 from infra.artifacts import PACKAGE_PREFIX
-from infra.onnx_args import parse_args
-from infra.onnx_signature import public_signature, read_signature
+from infra.onnx_args import check_pooling, parse_args
+from infra.onnx_signature import model_output, public_signature, read_signature
 from schemas.errors import HeadraceError
 from schemas.events import ModelVersionRegistered
-from schemas.processors import PROCESSORS, TEXT_PROCESSORS
+from schemas.processors import EMBEDDING, PROCESSORS, TEXT_PROCESSORS
 from schemas.reasons import Reason
 from schemas.topics import DAY_MS, HOUR_MS, TIERS, check_model, check_word
 
@@ -149,6 +149,8 @@ class ModelEntry:
         try:
             file = read_signature(directory)
             inputs, outputs = public_signature(self.processor, file)
+            if self.processor == EMBEDDING:
+                check_pooling(self.engine_args, model_output(EMBEDDING, file.outputs))
         except HeadraceError as error:
             raise HeadraceError(
                 error.reason, f"{self.name} version {self.version}: {error.message}", param=error.param

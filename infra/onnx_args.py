@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from schemas.errors import HeadraceError
+from schemas.events import TensorSpec
 from schemas.processors import BYTES_CLASSIFICATION, EMBEDDING, TEXT_PROCESSORS
 from schemas.reasons import Reason
 
@@ -17,7 +18,8 @@ INSTANCES_MAX = 64
 THREADS_MAX = 256
 LIST_MAX = 64
 LENGTH_MAX = 1_000_000
-POOLINGS = ("mean", "cls")
+MEAN, CLS, MAX, LAST = POOLINGS = ("mean", "cls", "max", "last")
+POOLED_RANK = 2
 BUCKETS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 
 
@@ -39,7 +41,8 @@ class OnnxArgs:
             runs, and threads of one run that wait for each other lose more to what else the cores do than two runs side by side.
         intra_op_threads: threads of a run; None shares the machine's cores among the instances.
         buckets: lengths in tokens; texts between two of them run together, padded to the longest. Text processors only.
-        pooling: what becomes a text's vector: the mean of its tokens' or its first token's. Embeddings only.
+        pooling: what becomes a text's vector: the mean of its tokens' (by default), its first token's (`cls`), the largest of its tokens' in each dimension
+            (`max`), or its last token's (`last`). Embeddings only, and no model that pools by itself.
         normalize: whether vectors are brought to length 1. Embeddings only.
     """
 
@@ -50,7 +53,7 @@ class OnnxArgs:
     instances: int | None = None
     intra_op_threads: int | None = None
     buckets: tuple[int, ...] = BUCKETS
-    pooling: str = "mean"
+    pooling: str = MEAN
     normalize: bool = True
 
 
@@ -72,6 +75,13 @@ def parse_args(given: Mapping[str, Any], processor: str = "") -> OnnxArgs:
             f"has {largest}, and max_batch_size is {args.max_batch_size}: no batch has so many rows",
         )
     return args
+
+
+def check_pooling(given: Mapping[str, Any], output: TensorSpec) -> None:
+    """Raises HeadraceError (invalid_request) if `pooling` is said of a model whose output is pooled: a vector a text, and none of its tokens'."""
+    if "pooling" in given and len(output.shape) == POOLED_RANK:
+        text = f"is {given['pooling']}, but the file pools by itself: `{output.name}` is a vector a text; leave pooling out"
+        raise _refuse("pooling", text)
 
 
 def _refuse(key: str, problem: str) -> HeadraceError:

@@ -98,6 +98,19 @@ def picking(folder: Path) -> Path:
     return write(folder, [node], [("x", "INT64", ("n", "w"))], [("y", "FP32", ("n", "w"))], initializer=[table])
 
 
+def embedding(folder: Path, table: Any, *, pooled: bool = False, masked: bool = True) -> Path:
+    """Of each of `input_ids`, INT64 [n, w], its row of a table of FP32; `pooled` into their mean. It takes a mask, and doesn't look at it."""
+    shape = ("n", table.shape[1]) if pooled else ("n", "w", table.shape[1])
+    name = "sentence_embedding" if pooled else "last_hidden_state"
+    nodes = [helper.make_node("Gather", ["table", "input_ids"], ["rows"])]
+    nodes += [helper.make_node("ReduceMean", ["rows"], [name], axes=[1], keepdims=0)] if pooled else []
+    nodes += [] if pooled else [helper.make_node("Identity", ["rows"], [name])]
+    inputs: list[Value] = [("input_ids", "INT64", ("n", "w"))]
+    inputs += [("attention_mask", "INT64", ("n", "w"))] if masked else []
+    kept = helper.make_tensor("table", TensorProto.FLOAT, table.shape, table.ravel().tolist())
+    return write(folder, nodes, inputs, [(name, "FP32", shape)], initializer=[kept])
+
+
 def pairing(folder: Path) -> Path:
     """`y` is `a` + `b`, FP32 [n, 5], and `said` is `word`, BYTES [n]."""
     nodes = [helper.make_node("Add", ["a", "b"], ["y"]), helper.make_node("Identity", ["word"], ["said"])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 from decisions.signature import BYTES_CLASSIFICATION, EMBEDDING, TEXT_CLASSIFICATION, int32
@@ -9,6 +10,8 @@ from schemas.events import InferenceRequested, ModelVersionRegistered, Tensor, T
 from schemas.tensors import pack, unpack
 
 SIZE = 4
+UNBOUNDED = "no numbers"
+"""A text whose embedding and scores aren't finite."""
 LABELS = ("short", "middling", "long")
 _TEXTS = (TensorSpec("text", "BYTES", (-1,)), TensorSpec("token_ids", "INT32", (-1,)), TensorSpec("lengths", "INT32", (-1,)))  # fmt: skip
 _CLASSES = (TensorSpec("label", "BYTES", (-1, -1)), TensorSpec("score", "FP32", (-1, -1)))
@@ -48,6 +51,8 @@ def rows_of(request: InferenceRequested) -> list[bytes]:
 
 def vector(row: bytes, size: int = SIZE) -> list[float]:
     """The embedding of a row."""
+    if row.decode(errors="replace") == UNBOUNDED:
+        return [math.nan, math.inf, -math.inf, 0.1][:size]
     return [len(row) / 8, sum(row) / 4, row[0] / 2 if row else 0.0, 0.1][:size]
 
 
@@ -64,7 +69,10 @@ def small_answer(request: InferenceRequested) -> tuple[tuple[Tensor, ...], int]:
     for row in rows:
         first = min(len(row) // 4, len(LABELS) - 1)
         names += [LABELS[(first + each) % len(LABELS)].encode() for each in range(count)]
-        scores += [(0.5, 0.25, 0.125)[each] for each in range(count)]
+        unbounded = row.decode(errors="replace") == UNBOUNDED
+        scores += [
+            ((math.nan, math.inf, -math.inf) if unbounded else (0.5, 0.25, 0.125))[each] for each in range(count)
+        ]
     shape = (len(rows), count)
     labels = Tensor("label", "BYTES", shape, pack(names))
     tokens = 0 if request.model.endswith("-bytes") else sum(map(len, rows))

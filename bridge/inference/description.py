@@ -15,6 +15,7 @@ _STATUSES = {
     "401": "The API key is missing, unknown or revoked.",
     "403": "The key may not do this.",
     "404": "No such model is deployed, or not in this version.",
+    "405": "It isn't done by a call.",
     "409": "The idempotency key was used for another request.",
     "413": "The body is too large.",
     "429": "A limit is reached; see Retry-After.",
@@ -143,6 +144,14 @@ def paths() -> dict[str, Any]:
         },
     }
     model = _path("model")
+    for name in ("load", "unload"):
+        found[f"/v2/repository/models/{{model}}/{name}"] = {
+            "post": {
+                "summary": f"Refused: a model is {name}ed by its workers, and not by a call",
+                "parameters": [model],
+                "responses": _errors("401", "403", "404", "405"),
+            }
+        }
     for path, parameters in (
         ("/v2/models/{model}", [model]),
         ("/v2/models/{model}/versions/{version}", [model, _path("version")]),

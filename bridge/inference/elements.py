@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 from itertools import chain
 from typing import Any
 
@@ -114,13 +115,20 @@ def _texts(where: str, flat: list[Any], as_base64: bool) -> list[bytes]:
 
 
 def _integers(where: str, datatype: str, flat: list[Any]) -> bytes:
-    _all_of(where, datatype, flat, (int,), "a whole number")
     bits = 8 * ITEM_BYTES[datatype]
     low, high = (0, (1 << bits) - 1) if datatype.startswith("U") else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
-    if flat and not (low <= min(flat) and max(flat) <= high):
-        index = next(i for i, value in enumerate(flat) if not low <= value <= high)
+    whole = set(map(type, flat)) <= {int}
+    if flat and not (whole and low <= min(flat) and max(flat) <= high):
+        index = next(i for i, value in enumerate(flat) if type(value) is not int or not low <= value <= high)
+        if type(flat[index]) is not int and not _beyond(flat[index], low, high):
+            _all_of(where, datatype, flat, (int,), "a whole number")
         raise invalid(f"{where}: element {index} is out of the range of {datatype}, {low} to {high}", where)
     return np.array(flat, dtype=NUMPY[datatype]).tobytes()
+
+
+def _beyond(value: Any, low: int, high: int) -> bool:
+    """Whether it is a number out of range: a whole one of more than 64 bits is read as a float, and one just below as the least of 64 bits."""
+    return type(value) is float and math.isfinite(value) and (not low <= value <= high or value <= -(2.0**63))
 
 
 def _floats(where: str, datatype: str, flat: list[Any]) -> bytes:

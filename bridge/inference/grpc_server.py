@@ -109,6 +109,8 @@ def _handlers(service: _Service) -> grpc.GenericRpcHandler:
         )
         for name, answer in answers.items()
     }
+    for name in ("RepositoryModelLoad", "RepositoryModelUnload"):
+        found[name] = grpc.stream_unary_rpc_method_handler(answering(service.not_by_call))
     found["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
         answering(service.model_stream_infer), response_serializer=ModelStreamInferResponse.SerializeToString
     )
@@ -125,6 +127,11 @@ class _Service:
     async def caller(self, context: Context) -> Caller:
         """Who calls. Raises HeadraceError: invalid_api_key, permission_denied, unavailable."""
         return await self._door.auth.from_headers(headers_of(context))
+
+    async def not_by_call(self, _requests: Any, context: Context) -> Any:
+        """Refused, with nothing of the message read: it may hold a model's files."""
+        await self.caller(context)
+        raise models.not_by_call()
 
     async def server_live(self, _request: Any, _context: Context) -> Any:
         return message("ServerLiveResponse")(live=True)

@@ -85,6 +85,15 @@ def model_metadata(version: ModelVersionRegistered) -> dict[str, Any]:
     }
 
 
+def not_by_call() -> HeadraceError:
+    """Why the model repository extension's calls load and unload nothing, as with Triton where models aren't controlled by calls."""
+    text = (
+        "models are loaded and unloaded by their workers, and not by a call: `headrace models register`, `headrace worker MODEL VERSION` and "
+        "`headrace models promote MODEL VERSION` serve a version, and a worker that is stopped unloads it"
+    )
+    return HeadraceError(Reason.METHOD_NOT_ALLOWED, text)
+
+
 class Readiness:
     """Whether models can be served now: this front door takes calls, and a worker of the version is ready."""
 

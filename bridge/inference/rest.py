@@ -52,6 +52,8 @@ def inference_routes(door: FrontDoor, not_ready: Callable[[], str | None]) -> li
         _route("/v2", "GET", rest.server),
         _route("/v2/", "GET", rest.server),
         _route("/v2/repository/index", "POST", rest.index),
+        _route("/v2/repository/models/{model}/load", "", rest.not_by_call),
+        _route("/v2/repository/models/{model}/unload", "", rest.not_by_call),
     ]
     for path in paths:
         routes += [
@@ -128,6 +130,15 @@ class _Rest:
         if wish is not None and not isinstance(wish, bool):
             raise invalid("ready must be true or false", "ready")
         return _json(self._readiness.index(ready_only=bool(wish)))
+
+    async def not_by_call(self, request: Request) -> Response:
+        """A refusal, with nothing of the body read: it may hold a model's files."""
+        await self._door.auth.from_headers(request.headers)
+        error = models.not_by_call()
+        refused(error.reason.value)
+        response = error_answer(error)
+        response.headers["Allow"] = ""
+        return response
 
     async def nothing(self, request: Request) -> Response:
         raise HeadraceError(Reason.NOT_FOUND, f"there is nothing at {request.url.path}; /docs lists what there is")

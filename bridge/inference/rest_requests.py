@@ -55,14 +55,14 @@ def split(raw: bytes, json_length: str | None) -> tuple[bytes, bytes]:
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
-    """The JSON object. The words NaN, Infinity and -Infinity are taken without quotes, too, as Python's and Triton's clients write them."""
+    """The JSON object. NaN, Infinity and -Infinity are taken without quotes, too, as Python's and Triton's clients write them: they are numbers."""
     try:
         return parse_object(raw)
     except HeadraceError as error:
         if b"NaN" not in raw and b"Infinity" not in raw:
             raise
         try:
-            found = json.loads(raw.decode(), parse_constant=str, parse_float=_finite)
+            found = json.loads(raw.decode(), parse_constant=float, parse_float=_finite, parse_int=_whole)
             orjson.dumps(found)  # whatever isn't text
         except (ValueError, TypeError, RecursionError):
             raise error from None
@@ -76,6 +76,12 @@ def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
         raise ValueError(f"{text} is out of range")
     return number
+
+
+def _whole(text: str) -> int | float:
+    """A whole number as it is written; a float where 64 bits don't hold it, as orjson has it."""
+    number = int(text)
+    return number if -(1 << 63) <= number < 1 << 64 else _finite(text)
 
 
 def read_id(value: Any) -> str:
@@ -94,9 +100,13 @@ def scalars(value: Any, where: str, refusal: str = "must be a string, a number o
     if not isinstance(value, dict):
         raise invalid(f"{where} must be an object", where)
     for name, held in value.items():
-        if held is not None and not isinstance(held, bool | int | float | str):
+        if held is not None and not _is_scalar(held):
             raise invalid(f"{where}.{name} {refusal}", f"{where}.{name}")
     return {name: held for name, held in value.items() if held is not None}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
 class _Binary:

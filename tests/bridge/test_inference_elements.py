@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.inference.elements import FLOATS, NUMPY, from_json, to_json
-from bridge.inference.rest_requests import read_json
+from bridge.inference.rest_requests import read_id, read_json, scalars
 from schemas.errors import HeadraceError
 from schemas.parts import Tensor
 from schemas.tensors import DATATYPES, ITEM_BYTES, elements, pack, problem
@@ -107,6 +107,44 @@ def test_a_number_that_no_double_holds_is_not_infinity(beside: bytes) -> None:
 def test_what_is_not_of_the_datatype_is_refused(datatype: str, value: Any) -> None:
     with pytest.raises(HeadraceError):
         from_json("inputs[0]", datatype, (1,), [value])
+
+
+@pytest.mark.parametrize(
+    ("datatype", "number", "told"),
+    [
+        ("UINT64", "18446744073709551616", "out of the range of UINT64, 0 to 18446744073709551615"),
+        ("UINT64", "-9223372036854775809", "out of the range of UINT64"),
+        ("INT64", "9223372036854775808", "out of the range of INT64, -9223372036854775808 to 9223372036854775807"),
+        ("INT64", "-9223372036854775809", "out of the range of INT64"),
+        ("INT8", "1" * 30, "out of the range of INT8, -128 to 127"),
+        ("UINT64", "1.5", "must be a whole number, as UINT64 is"),
+        ("UINT64", "9223372036854775808.0", "must be a whole number, as UINT64 is"),
+        ("INT32", "NaN", "must be a whole number, as INT32 is"),
+        ("INT32", "Infinity", "must be a whole number, as INT32 is"),
+    ],
+)
+@pytest.mark.parametrize("beside", ["", ', "other": NaN'], ids=["json", "with words"])
+def test_a_whole_number_out_of_range_is_told_so_however_long_it_is(
+    datatype: str, number: str, told: str, beside: str
+) -> None:
+    body = read_json(f'{{"data": [1, {number}]{beside}}}'.encode())
+    with pytest.raises(HeadraceError) as refused:
+        from_json("inputs[0]", datatype, (2,), body["data"])
+    assert refused.value.message.startswith("inputs[0]: element 1 ")
+    assert told in refused.value.message
+
+
+@pytest.mark.parametrize("word", ["NaN", "Infinity", "-Infinity"])
+def test_a_word_without_quotes_is_a_number_and_no_text(word: str) -> None:
+    body = read_json(f'{{"data": [{word}], "id": {word}, "parameters": {{"user": {word}}}}}'.encode())
+    for datatype in ("BYTES", "BOOL", "INT32"):
+        with pytest.raises(HeadraceError, match="element 0 must be"):
+            from_json("x", datatype, (1,), body["data"])
+    with pytest.raises(HeadraceError, match="id must be a string"):
+        read_id(body["id"])
+    with pytest.raises(HeadraceError, match=r"parameters\.user must be"):
+        scalars(body["parameters"], "parameters")
+    assert from_json("x", "BYTES", (1,), [word]) == pack([word.encode()])
 
 
 @pytest.mark.parametrize("data", [[], [1], [1, 2, 3], [[1, 2]], [[1], [2]], [1, [2]], [[1], 2], {"0": 1}, "ab", None])

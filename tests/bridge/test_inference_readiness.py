@@ -14,6 +14,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
 from tritonclient.grpc import service_pb2
+from tritonclient.utils import InferenceServerException
 
 from bridge.inference.messages import SERVICE
 from bridge.inference.models import Readiness
@@ -112,6 +113,29 @@ def test_a_request_is_taken_while_no_worker_is_ready(over_http: triton_http.Infe
     x = triton_http.InferInput("x", [1, 2], "INT16")
     x.set_data_from_numpy(np.array([[1, 2]], np.int16))
     assert over_http.infer(MODEL, [x], headers=dict(AUTH)).as_numpy("y").tolist() == [[1, 2]]
+
+
+def test_a_call_loads_and_unloads_nothing_and_hears_what_does(
+    over_http: triton_http.InferenceServerClient, over_grpc: triton_grpc.InferenceServerClient, bridge: RunningBridge
+) -> None:
+    """A call that asks for a file of many megabytes is refused before it is read."""
+    files = {"file:1/model.onnx": b"0" * (16 << 20)}
+    for client, status, denied in (
+        (over_http, "405", "401"),
+        (over_grpc, "StatusCode.UNIMPLEMENTED", "StatusCode.UNAUTHENTICATED"),
+    ):
+        assert "model_repository" in str(client.get_server_metadata(headers=dict(AUTH)))
+        for call in (client.load_model, client.unload_model):
+            with pytest.raises(InferenceServerException, match=r"by their workers.*headrace worker MODEL") as refused:
+                call(MODEL, headers=dict(AUTH))
+            assert refused.value.status() == status
+            with pytest.raises(InferenceServerException) as unknown:
+                call(MODEL)
+            assert unknown.value.status() == denied
+    with pytest.raises(InferenceServerException, match="by their workers"):
+        over_grpc.load_model(MODEL, headers=AUTH, config="{}", files=files)
+    answer = httpx.post(f"{bridge.url}/v2/repository/models/{MODEL}/load", content=files.popitem()[1], headers=AUTH)
+    assert (answer.status_code, answer.headers["allow"], list(answer.json())) == (405, "", ["error"])
 
 
 def test_workers_reports_grow_old_without_newer_ones() -> None:

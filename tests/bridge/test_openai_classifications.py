@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+import orjson
 import pytest
 
 from bridge.openai_answers import ClassificationAnswer
 from bridge.openapi import document
 from tests.bridge.conftest import MODEL, RunningBridge
-from tests.small_models import rows_of
+from tests.small_models import UNBOUNDED, rows_of
 
 TEXTS, BYTES = "bridge-classify", "bridge-bytes"
 RAW = bytes(range(256))
@@ -67,6 +68,20 @@ async def test_what_is_wrong_is_named(bridge: RunningBridge, body: dict[str, Any
     assert found.json()["error"]["param"] == param
     if param == "model":
         assert TEXTS in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("given", [None, 1, {"hex": "61"}])
+async def test_what_may_be_given_is_told_and_base64_with_it(bridge: RunningBridge, given: Any) -> None:
+    found = await ask(bridge, model=BYTES, input=given)
+    assert '{"base64": "…"}' in found.json()["error"]["message"]
+
+
+async def test_scores_that_are_no_numbers_are_null(bridge: RunningBridge) -> None:
+    found = await ask(bridge, model=TEXTS, input=["ab", UNBOUNDED], top_k=3)
+    assert found.status_code == 200, found.text
+    first, second = orjson.loads(found.content)["data"]
+    assert [each["score"] for each in first["classes"]] == [0.5, 0.25, 0.125]
+    assert (second["score"], [each["score"] for each in second["classes"]]) == (None, [None, None, None])
 
 
 def test_both_are_described() -> None:

@@ -9,13 +9,14 @@ import threading
 from typing import Any
 
 import openai
+import orjson
 import pytest
 
 from bridge import app
 from bridge.body import PARSED_AT_ONCE_BYTES
 from bridge.openai_answers import EmbeddingAnswer
 from tests.bridge.conftest import KEY, MODEL, RunningBridge
-from tests.small_models import SIZE, vector
+from tests.small_models import SIZE, UNBOUNDED, vector
 
 EMBED, CLASSIFY = "bridge-embed", "bridge-classify"
 
@@ -55,6 +56,19 @@ async def test_every_form_in_both_encodings(
     request_id = (found.model_extra or {})["id"].removeprefix("embd-")
     event = bridge.responder.seen[request_id].event
     assert (event.model, event.user, event.messages, event.prompt) == (EMBED, "u", None, None)
+
+
+async def test_a_number_that_is_not_finite_is_null_and_exact_in_base64(bridge: RunningBridge) -> None:
+    async with bridge.client() as client:
+        asked = {"model": EMBED, "input": ["ab", UNBOUNDED]}
+        plain = await client.post("/v1/embeddings", json=asked)
+        exact = await client.post("/v1/embeddings", json={**asked, "encoding_format": "base64"})
+    first, second = (item["embedding"] for item in orjson.loads(plain.content)["data"])
+    assert (rounded(first), second[:3]) == (rounded(vector(b"ab")), [None, None, None])
+    assert second[3] == pytest.approx(0.1)
+    EmbeddingAnswer.model_validate_json(plain.content)
+    data = base64.b64decode(exact.json()["data"][1]["embedding"])
+    assert data == struct.pack(f"<{SIZE}f", *vector(UNBOUNDED.encode()))
 
 
 async def test_dimensions_and_the_answers_form(bridge: RunningBridge) -> None:

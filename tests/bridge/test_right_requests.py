@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from bridge.openapi import document
 from schemas.tensors import elements
@@ -145,9 +146,22 @@ def component(name: str) -> jsonschema_rs.Validator:
     return jsonschema_rs.validator_for({**DESCRIBED, "$ref": f"#/components/schemas/{name}"})
 
 
+def described(schema: dict[str, Any]) -> jsonschema_rs.Validator:
+    """Of a schema that the description has somewhere."""
+    return jsonschema_rs.validator_for({**schema, "components": DESCRIBED["components"]})
+
+
+def events_of(path: str, method: str = "post") -> tuple[jsonschema_rs.Validator, jsonschema_rs.Validator]:
+    """What the description says of a stream's events, and of the JSON that is their data."""
+    content = DESCRIBED["paths"][path][method]["responses"]["200"]["content"]["text/event-stream"]
+    told, done = content["schema"]["properties"]["data"]["anyOf"]
+    assert (told["contentMediaType"], done["const"]) == ("application/json", "[DONE]")
+    return described(content["schema"]), described(told["contentSchema"])
+
+
 ANSWERS = {
-    CHAT: (component("ChatAnswer"), component("ChatChunk")),
-    COMPLETIONS: (component("CompletionAnswer"), component("CompletionAnswer")),
+    CHAT: (component("ChatAnswer"), events_of(CHAT)),
+    COMPLETIONS: (component("CompletionAnswer"), events_of(COMPLETIONS)),
     EMBEDDINGS: (component("EmbeddingAnswer"), None),
     CLASSIFICATIONS: (component("ClassificationAnswer"), None),
 }
@@ -155,35 +169,40 @@ ERROR = component("ErrorAnswer")
 INFERENCE, GENERATED = component("InferenceAnswer"), component("GenerateAnswer")
 
 
-def read_events(text: str) -> list[Any]:
+def read_events(text: str, event: jsonschema_rs.Validator, data: jsonschema_rs.Validator) -> list[Any]:
     """The objects of a stream of events, of which the last says that it is done; each line is one that such a stream may have."""
     told: list[Any] = []
+    found: dict[str, str] = {}
     assert "\r" not in text
     for line in text.split(
         "\n"
     ):  # not by `splitlines`, which would cut a text at characters that end no line of such a stream
         name, _, value = line.partition(": ")
         assert not line or name in {"", "id", "data"}, line
-        if name == "data":
-            told.append(value if value == "[DONE]" else json.loads(value))
+        if name:
+            found[name] = value
+        elif not line and found:
+            event.validate(found)
+            told.append(found["data"])
+            found = {}
     assert told.pop() == "[DONE]"
-    assert "[DONE]" not in told
-    return told
+    chunks = [json.loads(each) for each in told]
+    for chunk in chunks:
+        data.validate(chunk)
+    return chunks
 
 
 def check_answer(path: str, body: dict[str, Any], answer: httpx.Response) -> None:
     """A 200 as described: whole, or a chunk at a time."""
-    whole, chunk = ANSWERS[path]
+    whole, streamed = ANSWERS[path]
     assert answer.headers["x-request-id"]
     if not body.get("stream"):
         assert answer.headers["content-type"] == "application/json"
         whole.validate(answer.json())
         return
     assert answer.headers["content-type"].startswith("text/event-stream")
-    assert chunk is not None
-    events = read_events(answer.text)
-    for event in events:
-        chunk.validate(event)
+    assert streamed is not None
+    events = read_events(answer.text, *streamed)
     ends = [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
     prompts = body["prompt"] if isinstance(body.get("prompt"), list) and not isinstance(body["prompt"][0], int) else [0]
     assert len(ends) == (body.get("n") or 1) * len(prompts)
@@ -214,6 +233,16 @@ def test_a_right_request_is_answered_as_described(http: httpx.Client, path: str)
     ask()
 
 
+@pytest.mark.parametrize(("path", "end"), [(CHAT, "chat"), (COMPLETIONS, "completion")])
+def test_a_stream_that_is_taken_up_again_is_as_described(http: httpx.Client, path: str, end: str) -> None:
+    body = {"model": MODEL, "stream": True, "max_tokens": 4}
+    asked = {"messages": [{"role": "user", "content": "abc"}]} if path == CHAT else {"prompt": "abc"}
+    request_id = http.post(path, json={**body, **asked}).headers["x-request-id"]
+    answer = http.get(f"/v1/streams/{request_id}", params={"format": end})
+    assert answer.status_code == httpx.codes.OK, answer.text
+    assert read_events(answer.text, *events_of("/v1/streams/{stream}", "get"))
+
+
 @pytest.mark.parametrize("path", RIGHT)
 def test_what_the_description_makes_of_a_served_model_is_no_fault(bridge: RunningBridge, path: str) -> None:
     """Some of it is out of range, which is the caller's fault; what isn't is answered. Only too little time is nobody's."""
@@ -234,6 +263,7 @@ def test_what_the_description_makes_of_a_served_model_is_no_fault(bridge: Runnin
         told = [(name, value) for name, values in found.headers.items() for value in values]
         plain = [(name, value) for name, value in told if name.lower() not in {"content-encoding", "transfer-encoding"}]
         answer = httpx.Response(found.status_code, headers=plain, content=found.content)
+        case.validate_response(found, checks=[response_schema_conformance])
         if answer.status_code == httpx.codes.OK:
             check_answer(path, body, answer)
             return

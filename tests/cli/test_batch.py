@@ -220,7 +220,9 @@ def test_run_again_a_job_asks_what_may_pass_and_no_more(
         job.write(*(openai_line(f"line-{n + 1}", "/v1/chat/completions", messages=m) for n, m in enumerate(messages)))
     arguments = ("--model", model, *options)
     first = job.run(*arguments)
-    assert (first.return_value, json.loads(first.stdout)["failed"]) == (1, 3)
+    told = json.loads(first.stdout)
+    assert (first.return_value, told["failed"]) == (1, 3)
+    assert told["reasons"] == {"deadline_exceeded": 2, "engine_error": 1}
     assert "2 of those that failed may be answered yet; the same command asks them again" in first.stderr
     asked = len(answering.requests)
     assert job.run(*arguments).return_value == 1, "they may fail again"
@@ -231,7 +233,7 @@ def test_run_again_a_job_asks_what_may_pass_and_no_more(
     answering.trouble = False
     result = job.run(*arguments)
     told = json.loads(result.stdout)
-    assert (result.return_value, told["lines"], told["done"], told["failed"]) == (1, 6, 5, 1)
+    assert (result.return_value, told["lines"], told["done"], told["reasons"]) == (1, 6, 5, {"engine_error": 1})
     assert {name for name, answer in job.by_id.items() if answer["error"]} == {"line-4"}
     if options:
         assert list(job.by_id) == [f"line-{number}" for number in range(1, 7)]
@@ -248,7 +250,7 @@ def test_a_request_that_failed_for_good_has_its_own_line(job: Job, answering: An
         openai_line("y", "/v1/chat/completions", model="gone", messages=[{"role": "user", "content": "hi"}]),
     )
     result = job.run("--model", CHAT)
-    assert result.return_value == 1
+    assert result.return_value == 1, "--model is asked whatever the lines name"
     assert job.by_id["x"]["response"]["body"]["error"]["code"] == "engine_error"
     assert job.by_id["y"]["response"]["body"]["model"] == CHAT
 
@@ -260,17 +262,22 @@ def test_bad_lines_are_told_before_anything_is_asked(job: Job, answering: Answer
         openai_line("b", "/v1/embeddings", model=CHAT, input="ok"),
         openai_line("a", "/v1/embeddings", model=EMBED, input="again"),
         openai_line("d", "/v1/audio", model=EMBED, input="ok"),
+        openai_line("e", "/v1/chat/completions", model="gone", messages=[{"role": "user", "content": "hi"}]),
+        openai_line("f", "/v1/completions", model=CLASSIFY, prompt="hi"),
     )
     result = job.run()
     assert result.return_value == 2
-    for number, text in ((2, "not JSON"), (3, "gives no embeddings"), (4, "line 1"), (5, "url must be")):
+    told = ((2, "not JSON"), (3, "gives no embeddings"), (4, "line 1"), (5, "url must be"))
+    for number, text in (*told, (6, "`gone` does not exist"), (7, "takes tensors")):
         assert any(f":{number}: " in line and text in line for line in result.stderr.splitlines()), result.stderr
     assert not answering.requests
     assert not job.out.exists()
     result = job.run("--skip-bad")
     assert result.return_value == 1
-    assert [answer["error"]["line"] for answer in job.answers if answer["response"] is None] == [2, 3, 4, 5]
-    assert len(job.answers) == 5
+    assert [answer["error"]["line"] for answer in job.answers if answer["response"] is None] == [2, 3, 4, 5, 6, 7]
+    assert len(job.answers) == 7
+    (gone,) = (answer["error"] for answer in job.answers if answer["custom_id"] == "e")
+    assert (gone["code"], gone["param"]) == ("model_not_found", "model")
 
 
 @pytest.mark.parametrize("away", [False, True], ids=["at once", "when the log has forgotten what was asked"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.batch import Served
+from cli.batch import Served, _Display, _Work
 from cli.batch_again import begin_again
 from cli.batch_files import JobFiles, read_lines
 from cli.batch_lines import Asking, failed
@@ -29,7 +29,7 @@ def failing(tmp_path: Path) -> tuple[JobFiles, Job]:
     files.open()
     files.begin(None)
     files.write(b'{"custom_id":"line-1","error":null}\n' + b"".join(shown), job)
-    job.written(0, 1, 2, 1)
+    job.written(0, 1, ["deadline_exceeded", "engine_error"])
     files.save(job)
     files.close()
     return files, job
@@ -59,7 +59,31 @@ def test_an_output_written_anew_is_the_old_or_the_new_one_after_a_kill(
     else:
         assert (found.only, found.done, found.failed) == ([(2, 2)], 1, 1)
         assert [json.loads(line)["custom_id"] for line in files.out.read_bytes().splitlines()] == ["line-1", "line-3"]
+        assert found.reasons == {"engine_error": 1}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.job"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_why_lines_failed_is_told_also_of_a_job_of_an_earlier_build_which_did_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    files, job = failing(tmp_path)
+    kept = json.loads(files.path.read_text())
+    del kept["reasons"]
+    files.path.write_text(json.dumps({**kept, "version": 5}))
+    found = goes_on(files)
+    assert not found.reasons
+    work = _Work(files.out, files.out, {}, False, False, False, "acme", None, 9, _Display(True), as_json)
+    work._count_reasons(found, files)
+    assert found.reasons == job.reasons
+    found.written(1, 0, ["engine_error"])
+    found.lines = 4
+    work._tell(found, 0.0, 0, None)
+    told = capsys.readouterr().out
+    if as_json:
+        assert list(json.loads(told)["reasons"].items()) == [("engine_error", 2), ("deadline_exceeded", 1)]
+    else:
+        assert "4 lines: 1 done, 3 failed (2 engine_error, 1 deadline_exceeded). " in told
 
 
 def test_what_was_put_behind_the_output_is_not_cut_off_by_asking_again(tmp_path: Path) -> None:

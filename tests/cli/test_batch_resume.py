@@ -95,7 +95,7 @@ async def test_a_job_whose_lines_are_gathered_in_another_way_is_refused(tmp_path
     served = Served(models(EMBED))
     job = await job_of(source, served, EMBED.model)
     job.asked = 2
-    job.written(0, 64, 0)
+    job.written(0, 64)
     lines = read_lines(source, Asking(served, EMBED.model))
     ((unit, left),) = await runner_of(job, tmp_path / "out.jsonl")._missing(enumerate(gathered(lines, Line.weight)))
     assert (unit, [line.number for line in left]) == (1, list(range(65, 71)))

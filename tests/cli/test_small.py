@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ from click.testing import CliRunner, Result
 import cli.front_door
 import cli.small
 from cli.main import cli as headrace
-from cli.small import CALL_ITEMS_MAX, FILE_BYTES_MAX, Item, item_of, likeness
+from cli.small import CALL_BYTES_MAX, CALL_ITEMS_MAX, FILE_BYTES_MAX, TEXT_BYTES_MAX, Item, item_of, likeness
 from schemas.errors import HeadraceError
 
 CLASSES = [{"label": "python", "score": 0.9}, {"label": "text", "score": 0.05}]
@@ -107,6 +108,51 @@ def test_embeddings_and_how_alike_they_are(asked: list[Any]) -> None:
     (row,) = [json.loads(line) for line in run("embed", "minilm", "ab", "--json").stdout.splitlines()]
     assert row == {"text": "ab", "embedding": [1.0, 2.0, 0.0, 0.0, 0.5]}
     assert likeness([0.0], [1.0]) == 0.0
+
+
+def test_lines_of_files_and_of_standard_input_are_embedded_in_order(asked: list[Any], tmp_path: Path) -> None:
+    """In calls of bounded size; each is shown when it is there."""
+    file = tmp_path / "texts"
+    file.write_bytes("grüße\n\n  \r\nlast".encode())
+    lines = [f"line {number}" for number in range(CALL_ITEMS_MAX)]
+    stdin = "".join(f"{line}\r\n" for line in lines).encode()
+    found = run("embed", "minilm", "one", "-", "two", "-f", str(file), "--json", stdin=stdin)
+    assert found.exit_code == 0, found.output
+    texts = ["one", *lines, "two", "grüße", "last"]
+    assert [body["input"] for body in asked] == [texts[:CALL_ITEMS_MAX], texts[CALL_ITEMS_MAX:]]
+    rows = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [row["text"] for row in rows] == texts
+    assert [row["embedding"][1] for row in rows] == [float(len(text)) for text in texts]
+
+
+def test_what_is_large_is_asked_by_its_bytes(asked: list[Any]) -> None:
+    large = "ü" * (CALL_BYTES_MAX // 3)
+    found = run("embed", "minilm", "--json", stdin=f"{large}\n{large}\nlittle\n".encode())
+    assert found.exit_code == 0, found.output
+    assert [len(body["input"]) for body in asked] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("stdin", "told"),
+    [
+        (b"good\n\xff\n", "-: line 2 isn't UTF-8"),
+        (b"good\n" + b"x" * (TEXT_BYTES_MAX + 1), f"-: line 2 has more than {TEXT_BYTES_MAX} bytes"),
+    ],
+    ids=["bytes", "long"],
+)
+def test_a_line_that_is_no_text_is_told(asked: list[Any], stdin: bytes, told: str) -> None:
+    found = run("embed", "minilm", "-", stdin=stdin)
+    assert isinstance(found.exception, HeadraceError)
+    assert told in found.exception.message
+
+
+def test_without_a_text_it_says_what_to_give(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "all lines are blank" in run("embed", "minilm", stdin=b"\n \n").stderr
+    assert not asked
+    monkeypatch.setattr("click.get_binary_stream", lambda _name: SimpleNamespace(isatty=lambda: True))
+    found = run("embed", "minilm")
+    assert (found.exit_code, "lines on standard input" in found.stderr) == (2, True)
+    assert isinstance(run("embed", "minilm", "\udcff").exception, HeadraceError)
 
 
 def test_numbers_that_are_none_are_shown(asked: list[Any]) -> None:

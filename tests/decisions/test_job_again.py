@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,11 +49,13 @@ def test_a_job_asked_again_has_its_errors_left_to_do_and_ids_of_its_own() -> Non
         "cluster",
         2,
         9,
-        3,
+        Counter({"overloaded": 2, "engine_error": 1, "worker_lost": 1}),
     )
+    assert job.may_pass == 3
     again = asked_again(job, 2, "other", [4, 5, 9])
     assert (again.lines, again.done, again.failed, again.earlier, again.only) == (10, 6, 1, 7, [(4, 5), (9, 9)])
     assert not again.finished
+    assert again.reasons == {"engine_error": 1}
     assert (again.may_pass, again.asked, again.positions, again.units, again.repeats) == (0, 0, {}, Done(), 0)
     assert again.claim("other", "cluster") is not None
     assert again.prefix != job.prefix

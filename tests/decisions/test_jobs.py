@@ -152,10 +152,11 @@ def test_a_job_is_the_same_after_it_was_kept() -> None:
         tries={4 * 256 + 1: Tries(2, 1, 1), 3 * 256: Tries(1)},
         split={3},
     )
-    job.written(1, 2, 1)
-    job.written(0, 1, 0)
-    job.written(3, 1, 0)
+    job.written(1, 2, ["overloaded"])
+    job.written(0, 1)
+    job.written(3, 1)
     assert (job.units.below, job.units.above, job.split, job.done, job.failed) == (2, {3}, set(), 4, 1)
+    assert (job.reasons, job.may_pass) == ({"overloaded": 1}, 1)
     assert job.part(4, 1).tries == 2
     assert job.part(3, 0).tries == job.part(4, 0).tries == 0
     job.try_again(job.part(4, 0))
@@ -164,6 +165,13 @@ def test_a_job_is_the_same_after_it_was_kept() -> None:
     assert job.tries_of(4, 1) == Tries(3, 1, 2)
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
     assert not job.finished
+
+
+def test_a_job_of_an_earlier_build_did_not_look_for_language_models() -> None:
+    kept = Job(1, "seed", "digest", {}, 9).to_json()
+    assert Job.from_json(kept).prompts
+    del kept["prompts"]
+    assert not Job.from_json({**kept, "version": 5}).prompts
 
 
 def test_a_job_goes_on_with_the_versions_that_its_lines_were_checked_with() -> None:

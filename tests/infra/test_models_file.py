@@ -4,13 +4,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from infra.models_file import default_models, load, parse
 from schemas.errors import HeadraceError
 from schemas.events import TensorSpec
-from tests.onnx_models import identity, scoring
+from schemas.reasons import Reason
+from tests.onnx_models import embedding, identity, scoring
 
 PATH = Path("/somewhere/models.yaml")
 GOOD = {"name": "m", "engine": "scripted", "context_length": 100}
@@ -148,6 +150,23 @@ def test_a_text_models_tokenizer_is_its_folder(tmp_path: Path) -> None:
     (entry,) = parse(yaml.safe_dump({"models": [{**document, "slots": 3}]}), PATH)
     assert entry.slots == 3
     assert [spec.name for spec in event.inputs] == ["text", "token_ids", "lengths"]
+
+
+def test_pooling_is_for_a_file_that_does_not_pool_by_itself(tmp_path: Path) -> None:
+    table = np.zeros((4, 3), np.float32)
+    for pooled in (False, True):
+        folder = embedding(tmp_path / str(pooled), table, pooled=pooled)
+        document = {"name": "m", "engine": "onnx", "artifact": str(folder), "processor": "text-embedding"}
+        for args in ({}, {"pooling": "max"}):
+            (entry,) = parse(yaml.safe_dump({"models": [{**document, "engine_args": args}]}), PATH)
+            if not pooled or not args:
+                assert entry.registered(folder, 7).outputs == (TensorSpec("embedding", "FP32", (-1, 3)),)
+                continue
+            with pytest.raises(HeadraceError) as refused:
+                entry.registered(folder, 7)
+            assert refused.value.reason is Reason.INVALID_REQUEST
+            told = "m version 1: engine_args.pooling is max, but the file pools by itself: `sentence_embedding` is"
+            assert refused.value.message.startswith(told)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_what_is_given_is_taken() -> None:
         ({"instances": "2"}, "", "instances must be a whole number"),
         ({"buckets": [8]}, "", "buckets is only for the processor text-embedding or text-classification"),
         ({"pooling": "cls"}, "text-classification", "pooling is only for the processor text-embedding"),
-        ({"pooling": "max"}, "text-embedding", "pooling must be one of mean, cls, not 'max'"),
+        ({"pooling": "splade"}, "text-embedding", "pooling must be one of mean, cls, max, last, not 'splade'"),
         ({"normalize": 1}, "text-embedding", "normalize must be true or false, not 1"),
     ],
 )

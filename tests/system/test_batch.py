@@ -47,13 +47,17 @@ def test_a_file_of_several_kinds(stack: RunningStack, magika: str, tmp_path: Pat
     ]
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    done = stack.command("batch", "run", str(source), str(out), "--tenant", "acme", "--json", check=False)
+    arguments = ("batch", "run", str(source), str(out), "--tenant", "acme", "--json")
+    refused = stack.command(*arguments, check=False)
+    assert (refused.returncode, out.exists()) == (2, False)
+    assert "The model `gone` does not exist" in refused.stderr
+    done = stack.command(*arguments, "--skip-bad", check=False)
     assert (done.returncode, done.stderr) == (1, "")
     found = answers(out)
     assert found["chat"]["response"]["body"]["choices"][0]["message"]["content"] == "mill"
     (item,) = found["file"]["response"]["body"]["data"]
     assert (item["label"], len(item["classes"])) == ("python", 2)
-    assert found["gone"]["response"]["status_code"] == 404
+    assert (found["gone"]["response"], found["gone"]["error"]["code"]) == (None, "model_not_found")
     request_id = found["file"]["response"]["request_id"]
     assert [record.topic for record in stack.events(request_id, "InferenceRequested")] == ["requests.batch"]
 

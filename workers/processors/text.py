@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from infra.onnx_args import OnnxArgs
+from infra.onnx_args import CLS, LAST, MAX, POOLED_RANK, OnnxArgs
 from infra.onnx_signature import FileSignature, model_output
 from schemas.events import Tensor
 from schemas.processors import DIMENSIONS, EMBEDDING, LENGTHS, TEXT_CLASSIFICATION, TOKEN_IDS, VECTOR
@@ -110,16 +110,25 @@ class Embedding:
         return self._tokens.feeds(payloads)
 
     def reduce(self, outputs: Sequence[Array], feeds: Mapping[str, Array]) -> Sequence[Array]:
-        """Vectors [rows, d]: mean over each text's own tokens, or the first token's; a model that pools gives them itself."""
+        """Vectors [rows, d] of each text's own tokens; a model that pools gives them itself."""
         found = outputs[0].astype(np.float32, copy=False)
-        if found.ndim == 2:
-            return [found]
-        if self._args.pooling == "cls":
-            return [found[:, 0]]
-        if MASK not in feeds:
-            return [found.mean(axis=1)]
-        mask = feeds[MASK].astype(np.float32)
-        return [np.matmul(mask[:, None, :], found)[:, 0] / mask.sum(axis=1, keepdims=True)]
+        return [found if found.ndim == POOLED_RANK else pooled(self._args.pooling, found, feeds.get(MASK))]
+
+
+def pooled(pooling: str, vectors: Array, mask: Array | None) -> Array:
+    """Vectors [rows, d] of those of tokens [rows, length, d]. The mask [rows, length] tells a text's own tokens, which come first; without one all are."""
+    if pooling == CLS:
+        return vectors[:, 0]
+    own = np.ones(vectors.shape[:2], np.float32) if mask is None else mask.astype(np.float32)
+    lengths = own.sum(axis=1)
+    if pooling == LAST:
+        last: Array = vectors[np.arange(len(vectors)), lengths.astype(np.int64) - 1]
+        return last
+    if pooling == MAX:
+        largest: Array = np.where(own[:, :, None] > 0, vectors, -np.inf).max(axis=1)
+        return largest
+    mean: Array = np.matmul(own[:, None, :], vectors)[:, 0] / lengths[:, None]
+    return mean
 
 
 class TextClassification:
