@@ -192,3 +192,10 @@ def other(bridge: RunningBridge) -> Iterator[RunningBridge]:
     running, thread = start_bridge(settings, bridge.responder)
     yield running
     stop_bridge(running, thread)
+
+
+@pytest.fixture(scope="module")
+def http(bridge: RunningBridge) -> Iterator[httpx.Client]:
+    """A good caller over HTTP."""
+    with httpx.Client(base_url=bridge.url, headers=bridge.headers, timeout=WAIT_S) as client:
+        yield client

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import httpx
@@ -20,7 +20,7 @@ from schemas.errors import HeadraceError
 from schemas.parts import Tensor
 from schemas.reasons import Reason
 from schemas.tensors import BYTES, DATATYPES, ITEM_BYTES, elements, pack
-from tests.bridge.conftest import WAIT_S, RunningBridge
+from tests.bridge.conftest import RunningBridge
 from tests.bridge.tensors import ADD, RANKS_MAX, back
 
 EXAMPLES = 6
@@ -190,12 +190,6 @@ def test_no_bytes_whatever_are_a_fault_of_ours(asked: Body, data: st.DataObject)
 
 
 # --- over HTTP --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def http(bridge: RunningBridge) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=bridge.url, headers=bridge.headers, timeout=WAIT_S) as client:
-        yield client
 
 
 def post(http: httpx.Client, datatype: str, asked: Body) -> httpx.Response:

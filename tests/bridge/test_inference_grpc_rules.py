@@ -18,9 +18,9 @@ from bridge.inference.messages import SERVICE
 from schemas.reasons import Reason
 from schemas.topics import BATCH, INTERACTIVE, requests_topic
 from tests.bridge.conftest import BATCH_ONLY, KEY, MODEL, RunningBridge
+from tests.bridge.inference_calls import address, five, request
 from tests.bridge.responder import Seen
 from tests.bridge.tensors import FAILS, HANGS, identity
-from tests.bridge.test_inference_grpc import address, five, request
 from tests.bridge.test_limits import HEADERS, TOLD
 
 WAIT_S = 30

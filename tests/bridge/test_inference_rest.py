@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tritonclient.http as triton
 from hypothesis import given, settings
-from tritonclient.utils import InferenceServerException, triton_to_np_dtype
+from tritonclient.utils import InferenceServerException
 
 from bridge.inference import serving
 from bridge.inference.rest_requests import LENGTH_HEADER
@@ -23,44 +23,17 @@ from decisions import validation
 from decisions.signature import input_problem
 from schemas.tensors import DATATYPES, not_text
 from schemas.topics import BATCH, INTERACTIVE, requests_topic
-from tests.bridge.conftest import BATCH_ONLY, KEY, MODEL, RunningBridge
+from tests.bridge.conftest import BATCH_ONLY, MODEL, RunningBridge
+from tests.bridge.inference_calls import auth, body, sample
 from tests.bridge.reporting import ready_workers
-from tests.bridge.tensors import ADD, FAILS, FAULT, FILES, HANGS, RANKS, SUM, identity
+from tests.bridge.tensors import FAILS, FAULT, FILES, HANGS, RANKS, SUM, identity
 from tests.bridge.test_inference_elements import tensors
-
-FIVE = {"name": "x", "datatype": "FP32", "shape": [1, 5], "data": [1, 2, 3, 4, 5]}
-
-
-def auth() -> dict[str, str]:
-    """A good caller's headers; Triton's client writes into those that it is given."""
-    return {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
 def client(bridge: RunningBridge) -> Iterator[triton.InferenceServerClient]:
     with triton.InferenceServerClient(bridge.url.removeprefix("http://"), network_timeout=30) as found:
         yield found
-
-
-@pytest.fixture
-def http(bridge: RunningBridge) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=bridge.url, headers=auth(), timeout=30) as found:
-        yield found
-
-
-def sample(datatype: str) -> np.ndarray[Any, Any]:
-    """Two rows with what is hard of each datatype."""
-    if datatype == "BYTES":
-        return np.array([["", "ä\x00b"], ["long" * 100, "😀"]], dtype=object)
-    if datatype == "BOOL":
-        return np.array([[True, False], [False, True]])
-    kind = np.dtype(triton_to_np_dtype(datatype))
-    if kind.kind in "iu":
-        top, low = np.iinfo(kind).max, np.iinfo(kind).min
-        return np.array([[low, top], [0, 1]], dtype=kind)
-    if datatype == "BF16":
-        return np.array([[0.0, 1.5], [-2.0, np.inf]], dtype=kind)
-    return np.array([[np.nan, np.inf], [-np.inf, 0.1]], dtype=kind)
 
 
 FORMS = [
@@ -167,101 +140,6 @@ def check_ready(client: triton.InferenceServerClient, http: httpx.Client) -> Non
     assert http.get(f"/v2/models/{SUM}/ready").json() == {"name": SUM, "ready": True}
     index = {item["name"]: item["state"] for item in client.get_model_repository_index(headers=auth())}
     assert index[SUM] == index[MODEL] == "READY"
-
-
-def body(*inputs: Any, **more: Any) -> dict[str, Any]:
-    return {"inputs": list(inputs) or [FIVE], **more}
-
-
-BAD_BODIES: list[tuple[str, Any]] = [
-    ("7 values for a shape of 5", body({**FIVE, "data": [1, 2, 3, 4, 5, 6, 7]})),
-    ("another datatype", body({**FIVE, "datatype": "INT32"})),
-    ("an unknown datatype", body({**FIVE, "datatype": "FP8"})),
-    ("another shape", body({**FIVE, "shape": [5], "data": [1, 2, 3, 4, 5]})),
-    ("a negative shape", body({**FIVE, "shape": [-1, -5]})),
-    ("a huge shape", body({**FIVE, "shape": [1 << 39, 1 << 39, 1 << 39]})),
-    ("a shape of text", body({**FIVE, "shape": "1,5"})),
-    ("another name", body({**FIVE, "name": "z"})),
-    ("a name twice", body(FIVE, FIVE)),
-    ("an input that is none", body(FIVE, 3)),
-    ("no inputs", {"inputs": []}),
-    ("inputs of null", {"inputs": None}),
-    ("no body", b""),
-    ("a list", b"[]"),
-    ("half a body", b'{"inputs": [{"name": "x"'),
-    ("an unknown output", body(outputs=[{"name": "nothing"}])),
-    ("an unknown parameter", body(parameters={"temperature": 0.5})),
-    ("an unknown field", body(input=[])),
-    ("an id that is none", body(id=7)),
-    ("nested parameters", body(parameters={"timeout": {"us": 1}})),
-    ("a negative timeout", body(parameters={"timeout": -1})),
-    ("a timeout of text", body(parameters={"timeout": "soon"})),
-    ("an unknown tier", body(parameters={"tier": "shadow"})),
-    ("a priority that contradicts", body(parameters={"tier": "batch", "priority": 1})),
-    ("a key of a line", body(parameters={"idempotency_key": "a\nb"})),
-    ("shared memory", body({**FIVE, "parameters": {"shared_memory_region": "r"}})),
-    ("binary data without the header", body({"name": "x", "datatype": "FP32", "shape": [1, 5], "parameters": {"binary_data_size": 20}})),
-    ("classification", body(outputs=[{"name": "y", "parameters": {"classification": 2}}])),
-    ("another model", body(model_name="other")),
-    ("a surrogate in a name", b'{"inputs": [{"name": "\\ud800", "datatype": "FP32", "shape": [1], "data": [1]}]}'),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("bad", [bad for _, bad in BAD_BODIES], ids=[name for name, _ in BAD_BODIES])
-def test_a_bad_body_is_400_with_the_protocols_error_and_reaches_nobody(
-    http: httpx.Client, bridge: RunningBridge, bad: Any
-) -> None:
-    before = set(bridge.responder.seen)
-    raw = bad if isinstance(bad, bytes) else json.dumps(bad).encode()
-    answer = http.post(f"/v2/models/{HANGS}/infer", content=raw)
-    assert answer.status_code == 400, answer.text
-    assert list(answer.json()) == ["error"]
-    assert not any(seen.event.model == HANGS for key, seen in bridge.responder.seen.items() if key not in before)
-
-
-@pytest.mark.parametrize(
-    ("length", "size"),
-    [("x", 20), ("-1", 20), ("99999", 20), (None, 19), (None, 21), (None, -1), (None, "20"), (None, 2**70)],
-)
-def test_sizes_that_disagree_are_400(http: httpx.Client, length: str | None, size: Any) -> None:
-    described = {"name": "x", "datatype": "FP32", "shape": [1, 5], "parameters": {"binary_data_size": size}}
-    head = json.dumps({"inputs": [described]}).encode()
-    headers = {LENGTH_HEADER: length or str(len(head))}
-    assert http.post(f"/v2/models/{HANGS}/infer", content=head + bytes(20), headers=headers).status_code == 400
-
-
-@pytest.mark.parametrize("text", ["\\ud800", "a\\udc00b"])
-def test_an_unpaired_surrogate_never_reaches_the_log(http: httpx.Client, bridge: RunningBridge, text: str) -> None:
-    model = identity("BYTES")
-    raw = f'{{"inputs": [{{"name": "x", "datatype": "BYTES", "shape": [1, 1], "data": ["{text}"]}}], "id": "NaN"}}'
-    before = len(bridge.responder.seen)
-    answer = http.post(f"/v2/models/{model}/infer", content=raw.encode())
-    assert answer.status_code == 400
-    assert "surrogate" in answer.json()["error"]
-    assert len(bridge.responder.seen) == before
-
-
-def test_rows_that_disagree_are_refused_before_the_log(http: httpx.Client, bridge: RunningBridge) -> None:
-    def rows(name: str, count: int) -> dict[str, Any]:
-        return {"name": name, "datatype": "FP32", "shape": [count, 3], "data": [1.0] * 3 * count}
-
-    before = len(bridge.responder.seen)
-    answer = http.post(f"/v2/models/{ADD}/infer", json={"inputs": [rows("a", 2), rows("b", 3)]})
-    assert answer.status_code == 400
-    assert "differ in their number of rows, from 2 to 3: `a` 2, `b` 3" in answer.json()["error"]
-    assert len(bridge.responder.seen) == before
-    assert http.post(f"/v2/models/{ADD}/infer", json={"inputs": [rows("a", 2), rows("b", 2)]}).status_code == 200
-
-
-def test_errors_have_the_status_of_their_reason(http: httpx.Client, bridge: RunningBridge) -> None:
-    assert http.post("/v2/models/nobody/infer", json=body()).status_code == 404
-    assert http.post(f"/v2/models/{HANGS}/versions/v9/infer", json=body()).status_code == 404
-    assert http.get("/v2/nothing").json()["error"]
-    refused = http.put(f"/v2/models/{HANGS}/infer")
-    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
-    assert httpx.post(f"{bridge.url}/v2/models/{HANGS}/infer", json=body()).status_code == 401
-    large = http.post(f"/v2/models/{HANGS}/infer", content=bytes(bridge.settings.body_bytes_max + 1))
-    assert (large.status_code, list(large.json())) == (413, ["error"])
 
 
 def test_the_models_error_comes_with_its_text_at_once(client: triton.InferenceServerClient) -> None:
@@ -416,46 +294,6 @@ def test_bad_parameters_of_text(http: httpx.Client, bad: dict[str, Any]) -> None
     text = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["hi"]}
     answer = http.post(f"/v2/models/{MODEL}/infer", json=body(text, parameters=bad))
     assert answer.status_code == 400, answer.text
-
-
-def test_generate(http: httpx.Client) -> None:
-    asked = {"text_input": "hello", "parameters": {"temperature": 0, "stream": False}, "max_tokens": 4, "id": "g"}
-    answer = http.post(f"/v2/models/{MODEL}/generate", json=asked)
-    assert answer.json() == {"model_name": MODEL, "model_version": "v1", "id": "g", "text_output": "hello"}
-    assert http.post(f"/v2/models/{MODEL}/generate", json={"text_input": 3}).status_code == 400
-    refused = http.post(f"/v2/models/{SUM}/generate", json={"text_input": "a"})
-    assert (refused.status_code, "no input `text_input`" in refused.json()["error"]) == (400, True)
-
-
-@pytest.mark.parametrize(
-    ("path", "extra", "told"),
-    [
-        ("generate", {"stop": ["x"]}, "body.stop is no string, number or boolean: put it into sampling_parameters"),
-        ("generate", {"parameters": {"logit_bias": {}}}, "parameters.logit_bias is no string"),
-        ("generate", {"stream": True}, "stream must be false here; generate_stream is for the other"),
-        ("generate_stream", {"parameters": {"stream": False}}, "stream must be true here; generate is for the other"),
-    ],
-)
-def test_what_generate_takes_elsewhere_is_named(
-    http: httpx.Client, path: str, extra: dict[str, Any], told: str
-) -> None:
-    answer = http.post(f"/v2/models/{MODEL}/{path}", json={"text_input": "a", **extra})
-    assert answer.status_code == 400
-    assert told in answer.json()["error"]
-
-
-def test_generate_stream(http: httpx.Client) -> None:
-    script = json.dumps({"tokens": ["a", "b", "c"], "gap_ms": 30})
-    with http.stream("POST", f"/v2/models/{MODEL}/generate_stream", json={"text_input": script}) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        events = [json.loads(line[6:]) for line in answer.iter_lines() if line]
-    assert "".join(event["text_output"] for event in events) == "abc"
-    assert len(events) > 1
-    refused = http.post(f"/v2/models/{MODEL}/generate_stream", json={"text_input": '{"reject": "overloaded"}'})
-    assert (refused.status_code, list(refused.json())) == (503, ["error"])
-    broken = json.dumps({"tokens": ["a", "b"], "gap_ms": 30, "fail": "engine_error", "fail_after": 1})
-    last = http.post(f"/v2/models/{MODEL}/generate_stream", json={"text_input": broken}).text.split("\n\n")[-2]
-    assert json.loads(last[6:]) == {"error": "broke"}
 
 
 async def test_large_tensors_are_looked_through_once_and_beside_the_loop(

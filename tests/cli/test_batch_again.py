@@ -14,7 +14,7 @@ from cli.batch_lines import Asking, failed
 from decisions.jobs import Job
 from schemas.errors import HeadraceError
 from schemas.reasons import Reason
-from tests.cli.test_batch_resume import goes_on, models, write
+from tests.cli.batch_jobs import goes_on, models, write
 
 
 def failing(tmp_path: Path) -> tuple[JobFiles, Job]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,55 +19,18 @@ from cli.batch import Served, _Display, _Work
 from cli.batch_files import JobFiles, check, read_lines
 from cli.batch_flights import Flight
 from cli.batch_lines import Asking, Line, outputs_of, read_line
-from cli.batch_run import Runner
 from cli.main import cli
-from cli.registry import Models
 from decisions.jobs import SPLIT_PART, Job, Tries, gathered
 from infra import payloads as payloads_module
 from infra.objects import StoreAway
 from infra.objects_folder import FolderStore
 from infra.payloads import Payloads
-from infra.settings import KafkaSettings
 from schemas.codec import encode
 from schemas.errors import HeadraceError
 from schemas.events import InferenceAnswered, ModelVersionRegistered, Tensor, Usage
 from schemas.reasons import Reason
 from schemas.topics import INLINE_MAX_BYTES
-from tests.small_models import small_versions
-
-EMBED, CLASSIFY, BYTES = small_versions("batch")
-
-
-def models(*versions: ModelVersionRegistered) -> Models:
-    found = Models()
-    for version in versions:
-        found.versions[version.model, version.version] = version
-        found.stable[version.model] = version.version
-    return found
-
-
-def write(path: Path, *lines: Any) -> Path:
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return path
-
-
-def line(custom_id: str, model: str) -> dict[str, Any]:
-    return {
-        "custom_id": custom_id,
-        "method": "POST",
-        "url": "/v1/embeddings",
-        "body": {"model": model, "input": custom_id},
-    }
-
-
-async def job_of(source: Path, served: Served, model: str | None = None) -> Job:
-    checked = await check(source, Asking(served, model))
-    return Job(1_700_000_000_000, "seed", checked.digest, {}, checked.lines, served.found)
-
-
-def runner_of(job: Job, out: Path, payloads: Payloads | None = None) -> Runner:
-    granted: Any = SimpleNamespace(tenant="acme")
-    return Runner(job, JobFiles(out), KafkaSettings(), granted, payloads, ordered=True)
+from tests.cli.batch_jobs import CLASSIFY, EMBED, asked, job_of, line, models, runner_of, write
 
 
 async def test_a_job_keeps_what_its_lines_were_checked_with(tmp_path: Path) -> None:
@@ -150,22 +111,6 @@ def test_lines_that_failed_together_tell_why(tmp_path: Path, outputs: tuple[Tens
     for text, good in outputs_of(lines, {0: answer}, False):
         told = json.loads(text)["error"]
         assert (good, told["code"], told["message"]) == (False, "deadline_exceeded", "late")
-
-
-def asked(
-    tmp_path: Path, *texts: str, payloads: Payloads | None = None
-) -> tuple[Runner, Flight, Callable[..., InferenceAnswered]]:
-    """A run of a job that goes on, its one unit, and errors in answer to it."""
-    source = write(tmp_path / "in.jsonl", *({"text": text} for text in texts))
-    asking = Asking(Served(models(EMBED)), EMBED.model)
-    job = Job(1_700_000_000_000, "seed", "", {}, len(texts), asked=1)
-    runner = runner_of(job, tmp_path / "out.jsonl", payloads)
-    flight = runner._register(0, list(read_lines(source, asking)))
-
-    def error(reason: str, part: int = 0) -> InferenceAnswered:
-        return InferenceAnswered(job.id_of(0, part), "", EMBED.model, "v1", "batch", (), Usage(0, 0), reason, "so")
-
-    return runner, flight, error
 
 
 async def test_what_stopped_the_run_before_is_asked_again_and_stops_nothing(tmp_path: Path) -> None:
@@ -300,127 +245,6 @@ async def test_a_repeated_id_is_asked_once(tmp_path: Path) -> None:
     assert [each.number for each in again if each.fault is not None] == [3, 5]
     assert [len(each.requests) for each in again] == [1, 1, 0, 1, 0]
     assert "line 1, too" in str(again[2].fault)
-
-
-# --- what else happens to its files -----------------------------------------------------------------------------------
-
-
-def begun(tmp_path: Path, lines: int = 3) -> tuple[JobFiles, Job]:
-    """A job of three lines, of which two are in the output, and noted; the third is half there."""
-    files, job = JobFiles(tmp_path / "out"), Job(1, "seed", "", {}, lines)
-    files.open()
-    files.begin(None)
-    files.write(b"first\nsecond\n", job)
-    job.done, job.asked = 2, 3
-    files.save(job)
-    assert files._file is not None
-    files._file.write(b"thi")
-    files.close()
-    return JobFiles(tmp_path / "out"), job
-
-
-def goes_on(files: JobFiles) -> Job:
-    """The next run's beginning."""
-    files.open()
-    try:
-        job = files.load()
-        assert job is not None
-        files.begin(job)
-        return job
-    finally:
-        files.close()
-
-
-def test_half_a_line_is_cut_and_what_is_whole_stays(tmp_path: Path) -> None:
-    files, job = begun(tmp_path)
-    assert goes_on(files) == job
-    assert files.out.read_bytes() == b"first\nsecond\n"
-    files.open()
-    files.begin(job)
-    files.write(b"third\n", job)
-    files.save(job)
-    files.close()
-    assert goes_on(files).out_bytes == len(files.out.read_bytes()) == len(b"first\nsecond\nthird\n")
-
-
-@pytest.mark.parametrize(
-    ("now", "why"),
-    [
-        (b"", "is shorter"),
-        (b"first\nsec", "is shorter"),
-        (b"second\nfirst\nthird\n", "isn't what the job wrote"),
-        (b"first\nthird\nsecond\n", "isn't what the job wrote"),
-    ],
-)
-def test_an_output_that_was_changed_by_hand_is_refused_and_left_alone(tmp_path: Path, now: bytes, why: str) -> None:
-    files, _ = begun(tmp_path)
-    kept = files.path.read_bytes()
-    files.out.write_bytes(now)
-    with pytest.raises(HeadraceError, match=f"{why}.* say --new to begin anew") as refused:
-        goes_on(files)
-    assert refused.value.reason is Reason.CONFLICT
-    assert (files.out.read_bytes(), files.path.read_bytes()) == (now, kept)
-
-
-def test_what_was_put_behind_a_finished_jobs_output_stays(tmp_path: Path) -> None:
-    files, _ = begun(tmp_path, lines=2)
-    files.out.write_bytes(b"first\nsecond\nmine\n")
-    assert goes_on(files).finished
-    assert files.out.read_bytes() == b"first\nsecond\nmine\n"
-
-
-@pytest.mark.parametrize("how", ["moved", "removed", "replaced"])
-def test_an_output_that_is_taken_away_meanwhile_is_told_and_noted_nowhere(tmp_path: Path, how: str) -> None:
-    files, job = begun(tmp_path)
-    kept = files.path.read_bytes()
-    files.open()
-    files.begin(job)
-    elsewhere = files.out.rename(tmp_path / "elsewhere")
-    if how == "removed":
-        elsewhere.unlink()
-    if how == "replaced":
-        files.out.write_bytes(elsewhere.read_bytes())
-    files.write(b"third\n", job)
-    with pytest.raises(HeadraceError, match="was moved or removed meanwhile; put it back to go on") as told:
-        files.save(job)
-    files.close()
-    assert (told.value.reason, files.path.read_bytes()) == (Reason.CONFLICT, kept)
-    if how == "moved":
-        elsewhere.rename(files.out)
-        assert goes_on(files).done == 2
-
-
-def test_two_runs_at_once_and_one_whose_output_the_other_has_just_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files, _ = begun(tmp_path)
-    files.open()
-    with pytest.raises(HeadraceError, match="another process works on"):
-        JobFiles(files.out).open()
-    files.close()
-    locking = fcntl.flock
-
-    def removed_before(*arguments: Any) -> None:
-        monkeypatch.undo()
-        files.out.unlink()
-        locking(*arguments)
-
-    monkeypatch.setattr(fcntl, "flock", removed_before)
-    files.open()
-    assert files.out.exists()
-    with pytest.raises(HeadraceError, match="another process works on"):
-        JobFiles(files.out).open()
-    files.close()
-
-
-def test_how_to_go_on_is_not_how_to_begin_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "out"
-    monkeypatch.setattr("sys.argv", ["headrace", "batch", "run", "in", "out", "--new", "--model", "m"])
-    work = _Work(path, path, {}, False, False, True, "acme", None, 9, _Display(True), True)
-    assert work._tell(Job(1, "seed", "", {}, 2, done=1), 1.0, 1, signal.SIGINT) == 130
-    assert "goes on: headrace batch run in out --model m\n" in capsys.readouterr().err
 
 
 async def test_an_id_is_noted_before_it_is_asked(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from tests.bridge.test_inference_grpc import TYPED
+from tests.bridge.inference_calls import TYPED
 from tests.system.fixtures_small import SmallModels
 from tests.system.kserve_asks import as_json, of_json
 from tests.system.running import CALL_WAIT_S, ROOT

@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
+from bridge.calls import new_request_id
 from cli.records import Read
 from cli.registry import now_ms
 from infra.log import EventProducer
@@ -36,6 +37,7 @@ from tests.system.audit import Mark
 from tests.system.fixtures_small import LOOPING, LOOPING_SLOTS, PICKING, SmallModels
 from tests.system.running import CALL_WAIT_S, TENANTS, RunningStack
 from tests.system.small_door import async_door, message, tensor
+from tests.system.test_deadlines import produce
 from tests.system.test_junk import dead_letters, send_junk
 from tests.system.test_quotas import GIVEN_BACK_S, tenant
 from tests.system.ways import ByHttp, ByRecord, Way, caller
@@ -45,6 +47,7 @@ JOB_TURNS = 15_000
 """Of a batch job: some 40 ms."""
 JOBS = 200
 CALLS = 20
+LATE = "deadline_exceeded"
 LATE_S = 3.0
 """So long after its deadline a request is told of it, at most, on a busy machine; what keeps the instance takes ten times as long."""
 FREED_S = 10.0
@@ -59,6 +62,10 @@ def picks(*indices: int) -> dict[str, Any]:
 
 def turns(count: int) -> dict[str, Any]:
     return {"inputs": [tensor("turns", "INT64", [1, 1], [count])]}
+
+
+def turning(count: int) -> Tensor:
+    return Tensor("turns", "INT64", (1, 1), struct.pack("<q", count))
 
 
 def within(milliseconds: int) -> dict[str, str]:
@@ -194,6 +201,19 @@ def begun(stack: RunningStack, mark: Mark, count: int = 1) -> None:
     stack.until(lambda: sum(item.name == "GenerationStarted" for item in mark.records()) >= count)
 
 
+def ask_by_record(stack: RunningStack, count: int, timeout_ms: int) -> str:
+    """So many turns for a direct producer; the request's id."""
+    given = json.loads(stack.command("tenants", "grant", "acme", "--tiers", INTERACTIVE, "--json").stdout)
+    asked = InferenceRequested(new_request_id(), LOOPING, inputs=(turning(count),), timeout_ms=timeout_ms)
+    stack.thread.run(produce(stack, asked, INTERACTIVE, given))
+    return asked.request_id
+
+
+def why_ended(stack: RunningStack, name: str) -> str:
+    """The reason of a request that has failed, once it has ended."""
+    return str(stack.ended(name).facts["reason"])
+
+
 async def test_a_deadline_is_kept_while_the_only_instance_is_busy(stack: RunningStack, made: SmallModels) -> None:
     """triton#7512: refused at its deadline, and never runs, whether it waited in the log or in the worker; the busy one goes on, and the next is served."""
     path = f"/v2/models/{LOOPING}/infer"
@@ -208,10 +228,12 @@ async def test_a_deadline_is_kept_while_the_only_instance_is_busy(stack: Running
     async with async_door(stack, made) as client:
         busy = asyncio.create_task(client.post(path, json=turns(ENDLESS), headers=within(50_000)))
         await asyncio.to_thread(begun, stack, mark)
+        direct = await asyncio.to_thread(ask_by_record, stack, 1, 4_000)
         waiting = [asyncio.create_task(ask(4_000)) for _ in range(LOOPING_SLOTS)]
         await asyncio.to_thread(begun, stack, mark, LOOPING_SLOTS)
         late, late_s = await ask(1_000)
         told = await asyncio.gather(*waiting)
+        assert await asyncio.to_thread(why_ended, stack, direct) == LATE, "with no front door to say so"
         assert not busy.done()
         busy.cancel()
         await asyncio.wait({busy})
@@ -229,11 +251,11 @@ async def test_a_deadline_is_kept_while_the_only_instance_is_busy(stack: Running
 async def test_one_that_does_not_end_is_ended_at_its_deadline_and_the_next_is_served(
     made: SmallModels, stack: RunningStack
 ) -> None:
-    path = f"/v2/models/{LOOPING}/infer"
+    """A front door would cancel it a little later: here there is none."""
+    endless = await asyncio.to_thread(ask_by_record, stack, ENDLESS, 2_000)
     async with async_door(stack, made) as client:
-        ended = await client.post(path, json=turns(ENDLESS), headers=within(2_000))
-        after = await client.post(path, json=turns(3), headers=within(50_000))
-    assert (ended.status_code, after.status_code) == (504, 200)
+        after = await client.post(f"/v2/models/{LOOPING}/infer", json=turns(3), headers=within(50_000))
+    assert await asyncio.to_thread(why_ended, stack, endless) == LATE
     assert after.json()["outputs"][0]["data"] == [3.0]
 
 
@@ -350,7 +372,7 @@ async def write_jobs(stack: RunningStack) -> list[str]:
     told = await asyncio.gather(*(asyncio.to_thread(stack.command, *command) for command in commands))
     headers = [((GRANT_HEADER, json.loads(each.stdout)["grant"].encode()),) for each in told]
     producer = EventProducer(stack.kafka, "batch")
-    work = Tensor("turns", "INT64", (1, 1), struct.pack("<q", JOB_TURNS))
+    work = turning(JOB_TURNS)
     names = [request_id(now_ms(), os.urandom(10)) for _ in range(JOBS)]
     await producer.start()
     try:
