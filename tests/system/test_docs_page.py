@@ -90,8 +90,8 @@ async def test_it_shows_every_operation_and_asks_nobody_else(stack: RunningStack
         block = await docs.open(method, path)
         described = document()["paths"][path][method]
         await expect(block).to_contain_text(described["summary"])
-        (good,) = (status for status in described["responses"] if status.startswith("2"))
-        await expect(block.locator(".responses-table").first).to_contain_text(good)
+        (told,) = [status for status in described["responses"] if status.startswith("2")] or ["405"]  # some only refuse
+        await expect(block.locator(".responses-table").first).to_contain_text(told)
     await docs.page.wait_for_load_state("networkidle")
     assert {url.split("/")[2] for url in docs.requests if not url.startswith("data:")} == {f"{HOST}:{stack.port}"}
     assert await docs.page.locator(".errors-wrapper").count() == 0
