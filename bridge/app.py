@@ -24,6 +24,7 @@ from bridge.auth import Caller
 from bridge.body import PARSED_AT_ONCE_BYTES, parse_object, parsed_beside, read_body
 from bridge.cached import AGE_HEADER, CACHE_HEADER, CONTROL_HEADER, with_control
 from bridge.calls import Call
+from bridge.compression import compressed
 from bridge.door import FrontDoor
 from bridge.errors import REQUEST_ID_HEADER, error_response, stopping
 from bridge.event_ids import Shape
@@ -246,6 +247,7 @@ class _Serving:
         self._caller = caller
         self._call = call
         self._observer = Observer(call, protocol)
+        self._request = request
         self._finished = False
         self.param: Callable[[str | None], str | None] = lambda param: param
         self._stop = end_when_left(request, call)
@@ -291,7 +293,8 @@ class _Serving:
         finally:
             self._finish()
         call = self._call
-        return Response(content, headers=answer_headers(call), media_type="application/json")
+        answer = Response(content, headers=answer_headers(call), media_type="application/json")
+        return await compressed(self._request, answer)
 
     def _refusal(self, error: HeadraceError) -> Response:
         error.param = self.param(error.param)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import orjson
 from starlette.requests import Request
 
+from bridge.compression import coding_of, decompressed
 from bridge.errors import path
 from bridge.heads import heads
 from schemas.errors import HeadraceError
@@ -23,10 +24,9 @@ T = TypeVar("T")
 
 
 async def read_body(request: Request, bytes_max: int) -> bytes:
-    """The body. Raises HeadraceError: payload_too_large as soon as it is known to pass `bytes_max`; invalid_request if it stalls."""
+    """The body, decompressed. Raises HeadraceError: payload_too_large as soon as it is known to pass `bytes_max`; invalid_request if it stalls."""
     headers = heads(request)
-    if headers.get("content-encoding", "identity") != "identity":
-        raise HeadraceError(Reason.INVALID_REQUEST, "compressed bodies aren't taken", param="Content-Encoding")
+    coding = coding_of(headers.get("content-encoding", ""))
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > bytes_max:
         raise _too_large(bytes_max)
@@ -47,7 +47,8 @@ async def read_body(request: Request, bytes_max: int) -> bytes:
                 more = message.get("more_body", False)
     except TimeoutError:
         raise HeadraceError(Reason.INVALID_REQUEST, f"the body wasn't sent within {BODY_READ_MAX_S:g} s") from None
-    return b"".join(chunks)
+    raw = b"".join(chunks)
+    return raw if coding is None else await asyncio.to_thread(decompressed, raw, coding, bytes_max)
 
 
 async def parsed_beside(raw: bytes | str, parse: Callable[[], T]) -> T:

@@ -68,6 +68,8 @@ have the same as `rate_limits`, and `retry_after_ms`.
 Where a model has a response cache, an answer at temperature 0 may come from it: `X-Headrace-Cache` says so, and `Cache-Control` asks
 otherwise. A WebSocket's request has the field `cache_control` for it, and its `started` the field `cache`.
 
+A request's body may be compressed: `Content-Encoding: gzip` or `deflate`.
+
 `/v2` is the Open Inference Protocol with Triton's binary tensor data, model repository and generate extensions; the same is served by gRPC.
 """
 _RATES = {

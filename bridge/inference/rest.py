@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from bridge.answer_headers import answer_headers
 from bridge.body import PARSED_AT_ONCE_BYTES, parsed_beside, read_body
 from bridge.calls import Call
+from bridge.compression import compressed
 from bridge.door import FrontDoor
 from bridge.heads import heads
 from bridge.idempotency import replay_headers
@@ -207,7 +208,7 @@ class _Rest:
         finally:
             stop()
             serving.close()
-        return Response(body, headers={**answer_headers(call), **headers})
+        return await compressed(request, Response(body, headers={**answer_headers(call), **headers}))
 
 
 def _read_infer(raw: bytes, request: Request) -> Ask:
