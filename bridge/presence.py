@@ -32,12 +32,19 @@ class Presence:
     """Of one run of the process, which `door` names. `opened` says how many calls are open, `adopted` which requests' streams are read again."""
 
     def __init__(
-        self, producer: EventProducer, opened: Callable[[], int], adopted: Callable[[], Collection[str]]
+        self,
+        producer: EventProducer,
+        opened: Callable[[], int],
+        adopted: Callable[[], Collection[str]],
+        *,
+        beat_s: float = BEAT_S,
+        spacing_s: float = SPACING_S,
     ) -> None:
         self.door = secrets.token_hex(NAME_BYTES)
         self._producer = producer
         self._opened = opened
         self._adopted = adopted
+        self._beat_s, self._spacing_s = beat_s, spacing_s
         self._called = asyncio.Event()
         self._news = asyncio.Event()
 
@@ -61,9 +68,9 @@ class Presence:
                 self._news.clear()
                 quiet = 0 if self._opened() else quiet + 1
                 await self._tell()
-                await asyncio.sleep(SPACING_S)
+                await asyncio.sleep(self._spacing_s)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(BEAT_S - SPACING_S):
+                    async with asyncio.timeout(self._beat_s - self._spacing_s):
                         await self._news.wait()
 
     async def _tell(self) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from bridge import presence as rooms
 from bridge.presence import QUIET_BEATS, Presence
 from infra.log import EventDecoder, NotDelivered
 from infra.read import read_to_end
@@ -31,10 +30,16 @@ ASKED = [InferenceRequested("r", "m", prompt="x"), InferenceRequested("s", "m", 
 class Door:
     """A front door's calls and streams, and what it has told."""
 
-    def __init__(self) -> None:
+    def __init__(self, beat_s: float = 0.02) -> None:
         self.open, self.streams, self.down = 0, set[str](), False
         self.told: list[FrontDoorSeen] = []
-        self.presence = Presence(self, lambda: self.open, lambda: self.streams)  # type: ignore[arg-type]
+        self.presence = Presence(
+            self,  # type: ignore[arg-type]
+            lambda: self.open,
+            lambda: self.streams,
+            beat_s=beat_s,
+            spacing_s=0.005,
+        )
 
     async def send(self, topic: str, event: FrontDoorSeen, *, key: str) -> None:
         if self.down:
@@ -50,10 +55,8 @@ class Door:
 
 
 @pytest.fixture
-async def door(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Door]:
-    monkeypatch.setattr(rooms, "BEAT_S", 0.02)
-    monkeypatch.setattr(rooms, "SPACING_S", 0.005)
-    door = Door()
+async def door(request: pytest.FixtureRequest) -> AsyncIterator[Door]:
+    door = Door(*getattr(request, "param", ()))
     running = asyncio.create_task(door.presence.run())
     yield door
     assert not running.done()
@@ -81,8 +84,8 @@ async def test_what_the_log_does_not_take_is_told_again(door: Door) -> None:
     await door.until(lambda: bool(door.told))
 
 
-async def test_a_stream_that_is_taken_up_is_told_of_at_once(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms, "BEAT_S", 60.0)
+@pytest.mark.parametrize("door", [(60.0,)], indirect=True)
+async def test_a_stream_that_is_taken_up_is_told_of_at_once(door: Door) -> None:
     door.open = 1
     door.presence.watching(ASKED, outlives=False)
     await door.until(lambda: bool(door.told))

@@ -11,7 +11,7 @@ from cli.batch_files import check, read_lines
 from cli.batch_lines import Asking
 from schemas.events import ModelVersionRegistered
 from schemas.reasons import Reason
-from tests.cli.test_batch_resume import EMBED, job_of, line, models, write
+from tests.cli.batch_jobs import EMBED, job_of, line, models, write
 
 CHAT = ModelVersionRegistered("chat", "v1", "scripted", "", 4_096)
 
