@@ -158,13 +158,17 @@ class Queue:
         return waiting.arrived_ms + max(0.0, patience_ms)
 
     def _ready(self, line: _Line, now_ms: float) -> list[Waiting]:
-        """The batch that a line gives now: the largest that is worth going at once, else what there is if one has waited enough."""
+        """The batch that a line gives now: the largest that is worth going at once, else what there is if one has waited enough.
+
+        Its first is in it: where that has more rows than a size that is preferred, no batch of that size passes it by.
+        """
         due_ms = self._first(line.dues)
         due = due_ms is not None and due_ms <= now_ms
         for target in self._targets:
             if line.rows >= target:
                 batch, rows = self._fill(line, target)
-                if target in {rows, self._limits.max_batch_size}:
+                passed = not batch or batch[0].number != line.ranks[0].number
+                if not passed and target in {rows, self._limits.max_batch_size}:
                     return batch
         return self._fill(line, self._limits.max_batch_size)[0] if due else []
 

@@ -94,6 +94,13 @@ class TestWaitingForCompany:
         assert numbers(queue.next_batch(15)) == [1]
         assert queue.wake_ms() is None
 
+    def test_the_first_in_line_is_not_passed_by_however_many_make_a_preferred_size_behind_it(self) -> None:
+        queue = Queue(Limits(16, preferred_batch_sizes=(2,)))
+        for number in range(1, 4):
+            queue.add(Waiting(number, "s", 2, 0, 60_000, priority=1))
+        queue.add(Waiting(4, "s", 3, 1, 5_000))
+        assert 4 in [each.number for each in queue.next_batch(1)]
+
     def test_a_preferred_size_goes_at_once(self) -> None:
         queue = queue_of(self.LIMITS, one(1), one(2), one(3))
         assert numbers(queue.next_batch(0)) == [1, 2]
@@ -245,13 +252,19 @@ def test_whatever_comes_batches_keep_their_rules(
     assert ended == given_, "each runs once, or is told that it is late"
 
 
-@given(waiting=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=30))
-def test_nothing_in_the_queue_should_have_gone_before_the_first_of_a_batch(waiting: list[Any]) -> None:
-    queue = Queue(Limits(4))
+@given(
+    waiting=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(1, 50)), min_size=1, max_size=30),
+    preferred=st.sets(st.integers(1, 4)),
+    delay_ms=st.integers(0, 5),
+)
+def test_nothing_in_the_queue_should_have_gone_before_the_first_of_a_batch(
+    waiting: list[Any], preferred: set[int], delay_ms: int
+) -> None:
+    queue = Queue(Limits(12, delay_ms, tuple(preferred)))
     for number, (rows, priority, deadline) in enumerate(waiting):
         queue.add(Waiting(number, "s", rows, 0, deadline, priority))
     seen = []
-    while batch := queue.next_batch(0):
+    while batch := queue.next_batch(0) or queue.next_batch(delay_ms):
         seen.append(batch[0])
     ranks = [(each.priority, each.deadline_ms, each.number) for each in seen]
     assert ranks == sorted(ranks)
@@ -293,7 +306,8 @@ class Plain:
         for target in self.limits.targets:
             batch = self.fill(alike, target)
             enough = sum(each.rows for each in alike) >= target
-            if enough and (target == self.limits.max_batch_size or sum(each.rows for each in batch) == target):
+            full = target == self.limits.max_batch_size or sum(each.rows for each in batch) == target
+            if enough and full and batch[0] == alike[0]:
                 return batch
         due = any(self.due_ms(each) <= now_ms for each in alike)
         return self.fill(alike, self.limits.max_batch_size) if due else []
